@@ -318,7 +318,9 @@ def combined_state(trainer: Trainer) -> dict[str, object] | None:
         return None
     iterator = combined._iterator
     state = {"index": iterator._idx, "fetched": fetcher.fetched, "batch_index": getattr(fetcher, "_batch_idx", 0)}
-    return {**state, "used_up": list(iterator._consumed)} if isinstance(iterator, _MaxSizeCycle) else state
+    if isinstance(iterator, _MaxSizeCycle):
+        state["used_up"] = list(iterator._consumed)
+    return state
 
 
 def _load_combined(trainer: Trainer, state: Mapping[str, Any] | None) -> None:

@@ -293,9 +293,11 @@ class Session(AnySession):
 
         def advance(data_fetcher: object) -> None:
             section, training = TRAINING_BATCH, self._training
-            if training is not None:
-                section = FIRST_BATCH if training.boundary is None else TRAINING_BATCH
-                training.before_batch()
+            if training is not None and training.boundary is not None:
+                training.boundary.before_batch()
+            elif training is not None:
+                section = FIRST_BATCH
+                training.before_first_batch()
             if supervision.marks is not None:
                 supervision.in_batch(section)
             skipped = None if training is None else training.skipped

@@ -292,9 +292,9 @@ class Training:
         orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
         self._beginning.history.order(epoch, orders, num_batches)
 
-    def before_batch(self) -> None:
-        """Pass the boundary before a training batch."""
-        (self.boundary or self._make_boundary()).before_batch()
+    def before_first_batch(self) -> None:
+        """Pass the boundary before the first training batch of this process."""
+        self._make_boundary().before_batch()
 
     def validate(self, original: Method) -> object:
         """Replace the validation loop's ``run``."""
