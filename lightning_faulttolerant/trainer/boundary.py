@@ -22,8 +22,8 @@ from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.autosave import Checkpointer
 from lightning_faulttolerant.trainer.save.contents import overrides_save_hook
 from lightning_faulttolerant.trainer.save.run_state import Capture, take_capture
-from lightning_faulttolerant.trainer.stop.signals import stopped_by
-from lightning_faulttolerant.trainer.stop.stopping import Stopping
+from lightning_faulttolerant.trainer.signals import stopped_by
+from lightning_faulttolerant.trainer.stopping import Stopping
 
 
 class Captures:

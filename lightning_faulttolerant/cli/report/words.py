@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.goodput import ContinuedEvaluation
 from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace, Unsaved, Validations
-from lightning_faulttolerant.records.skips import in_words
+from lightning_faulttolerant.records.requests import skips_in_words
 from lightning_faulttolerant.records.slow_ranks import summed
 
 RUNNING_SECONDS = 90.0
@@ -165,7 +165,7 @@ def skipped_texts(chapter: Chapter) -> Iterator[str]:
         of_fit = f" of fit {number}" if has_several else ""
         for one in skips:
             why = f". It could not be loaded: {one.text}" if one.text else ", by skip_batches"
-            yield f"{in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
+            yield f"{skips_in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
 
 
 def slow_texts(fits: Sequence[FitHistory]) -> list[str]:

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
-from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
+from lightning_faulttolerant.trainer.adapters.state import above_the_bar, begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import (
     DEALT,
@@ -41,12 +41,11 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
     ranks_in_words,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
-from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
+from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 State = Mapping[str, Any]
 
@@ -368,7 +367,7 @@ class EvaluationResume:
         self._load()
         if function_of(self._trainer) == "validate":
             swap_for_validation(self._trainer)
-        begin_evaluation(self._trainer)
+        begin_evaluation_bar(self._trainer)
         validation.lost_before = self._run_state.not_carried()
         self._settle()
 

@@ -31,10 +31,10 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
 from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
+from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.pace import Budget, Outage, described
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 _PREDICTIONS, _POOL = "predictions", "pool"
 

@@ -21,7 +21,7 @@ from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
-from lightning_faulttolerant.trainer.any_session import AnySession
+from lightning_faulttolerant.trainer.any_session import AnySession, tell_stopped
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume, SavedEvaluation
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
@@ -32,14 +32,12 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
 from lightning_faulttolerant.trainer.process import Registered
-from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
-from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.stop.signals import stopped_by
+from lightning_faulttolerant.trainer.settings import Options
+from lightning_faulttolerant.trainer.signals import stopped_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

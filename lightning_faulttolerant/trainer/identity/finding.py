@@ -52,7 +52,7 @@ from lightning_faulttolerant.trainer.run.directory import (
     run_id_of,
     run_of_process,
 )
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 _LOOK_EVERY_SECONDS = 0.25
 # Digits that look like a time, or like a random name: 2026-11-24, 20261124, 1a2b3c4d.

@@ -31,8 +31,8 @@ from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity import compat
 from lightning_faulttolerant.trainer.identity.compat import given_loaders
+from lightning_faulttolerant.trainer.run.changes import is_ignored, is_passing, leaves
 from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_fingerprint, module_fingerprint
-from lightning_faulttolerant.trainer.run.hyperparameters import is_ignored, is_passing, leaves
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # own frames before Python 3.12
 _TRIED_AGAIN = "failed_trial"  # the key for the number of the first try, set by Optuna's callback
