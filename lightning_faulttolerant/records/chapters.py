@@ -26,6 +26,7 @@ from lightning_faulttolerant.records.history import (
     EVALUATIONS,
     FIT,
     INCIDENT,
+    SECTIONS,
     SHORTENED,
     SKIPPED,
     START,
@@ -39,12 +40,12 @@ from lightning_faulttolerant.records.history import (
     RunHistory,
     RunPlace,
     SkippedBatch,
+    SlowRank,
     Unsaved,
     Validations,
-    parent_from,
 )
 from lightning_faulttolerant.records.lines import Line
-from lightning_faulttolerant.records.slow_ranks import SECTIONS, SlowRank
+from lightning_faulttolerant.records.runs import parent_from
 
 _OF_FITS = (BEGIN, START, AUTOSAVE, AUTOSAVES, VALIDATION, UNSAVED, INCIDENT, SKIPPED, ALIVE, END)
 _MAX_NUMBER = 1e15

@@ -19,11 +19,10 @@ from lightning_faulttolerant.supervision.marks import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.functions import function_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
-from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, function_of, position_of
 from lightning_faulttolerant.trainer.process import is_manual
 from lightning_faulttolerant.trainer.ranks.strategies import apart_from_earlier_ranks
 from lightning_faulttolerant.trainer.resume.report import ResumeReport

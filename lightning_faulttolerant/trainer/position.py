@@ -1,6 +1,7 @@
-"""Where in a run a state was taken, which of two states is later, and whether the rest of an epoch is lost.
+"""Where in a run a state was taken: the function that runs, and the place in it. Which of two places is later.
 
-A fit closes an epoch in its middle when it reaches ``max_steps``: the rest of that epoch can't be trained.
+The functions of a Trainer are ``fit``, ``validate``, ``test``, and ``predict``. A fit closes an epoch in its middle
+when it reaches ``max_steps``: the rest of that epoch can't be trained.
 """
 
 from __future__ import annotations
@@ -12,7 +13,35 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.schema import SavedPosition
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+
+FIT = "fit"
+
+
+def function_of(trainer: Trainer) -> str:
+    """Return the name of the function that runs."""
+    return FIT if trainer.state.fn is None else str(trainer.state.fn.value)
+
+
+def stage_of(trainer: Trainer) -> str:
+    """Return the word for the running evaluation in the names of hooks, as in ``on_test_start``."""
+    function = function_of(trainer)
+    return function if function in ("test", "predict") else "validation"
+
+
+def loop_of(trainer: Trainer) -> Any:
+    """Return the evaluation loop of the function that runs; for ``fit`` that of its validation runs."""
+    function = function_of(trainer)
+    if function == "validate":
+        return trainer.validate_loop
+    if function == "test":
+        return trainer.test_loop
+    return trainer.predict_loop if function == "predict" else trainer.fit_loop.epoch_loop.val_loop
+
+
+def num_evaluated(trainer: Trainer) -> int:
+    """Return how many batches of the validation run, or of the evaluation, have begun."""
+    return int(loop_of(trainer).batch_progress.current.ready)
+
 
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"

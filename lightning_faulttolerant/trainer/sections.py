@@ -31,16 +31,14 @@ from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.records.slow_ranks import NUM_SAVES, OwnSeconds, SlowRank, slow_ranks
+from lightning_faulttolerant.records.history import NUM_SAVES, OwnSeconds, SlowRank, slow_ranks
 from lightning_faulttolerant.supervision import marks as kinds
 from lightning_faulttolerant.supervision.marks import Marks, Saved, TrainingFailure, forget_failure, write_failure
 from lightning_faulttolerant.supervision.watch import ExitSignal, StackHandler, start_watcher
 from lightning_faulttolerant.trainer.compat import num_completed, step_fetches
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated
 from lightning_faulttolerant.trainer.ranks.compat import SYNC_BUFFERS
 from lightning_faulttolerant.trainer.settings import Options
 

@@ -23,10 +23,10 @@ from pathlib import PurePath
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_faulttolerant.advice import OPTIONS_VARIABLE, SEPARATOR
-from lightning_faulttolerant.records.history import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.records.incidents import RULES, Rule
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.records.requests import Skip, checked_skips, replay_requested
+from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import HANG_NAMES
 from lightning_faulttolerant.trainer.run.directory import Script, check_run_id, this_process

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.tensors import plain_copy
 from lightning_faulttolerant.trainer.compat import callbacks
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of
 
 SEAMS = {
     "WeightAveraging._average_model": "captures: they would be saved with averages of another moment",

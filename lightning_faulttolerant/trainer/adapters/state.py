@@ -31,7 +31,6 @@ from torch.nn.utils import prune
 
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_of, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
-from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import (
     WEIGHT_AVERAGING,
     AveragingState,
@@ -51,8 +50,7 @@ from lightning_faulttolerant.trainer.adapters.compat import (
 )
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.evaluation.compat import forget_loader_of_bar
-from lightning_faulttolerant.trainer.functions import stage_of
-from lightning_faulttolerant.trainer.position import VALIDATION_END, TrainerPosition
+from lightning_faulttolerant.trainer.position import VALIDATION_END, TrainerPosition, stage_of
 
 _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
 
@@ -160,7 +158,7 @@ class OwnMasks:
 
     def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
         modules = dict(trainer.lightning_module.named_modules())
-        pruning = (callback for callback in compat.callbacks(trainer) if isinstance(callback, ModelPruning))
+        pruning = (callback for callback in callbacks(trainer) if isinstance(callback, ModelPruning))
         others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
         self._masks: list[tuple[nn.Module, str, Tensor]] = []
         for key in _pruned(weights):
@@ -369,7 +367,7 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 def why_ended(trainer: Trainer) -> str | None:
     """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
     kinds: tuple[type[object], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
-    for callback in compat.callbacks(trainer):
+    for callback in callbacks(trainer):
         if isinstance(callback, kinds):
             return "ended with averaged weights in place of the trained ones"
         if isinstance(callback, ModelPruning) and removes_masks(callback):
@@ -403,7 +401,7 @@ def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
 
 def _swapping(trainer: Trainer) -> list[tuple[type[Any], Any]]:
     # Lightning's own methods are called, not a subclass's: they swap, and do nothing else.
-    return [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
+    return [(k, c) for k in WEIGHT_AVERAGING for c in callbacks(trainer) if isinstance(c, k)]
 
 
 def _packed(values: list[Any]) -> object:

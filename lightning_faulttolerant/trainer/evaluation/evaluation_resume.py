@@ -27,12 +27,11 @@ from lightning_faulttolerant.trainer.evaluation.evaluation_state import (
     states_after,
 )
 from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, Predictions
-from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,

@@ -28,8 +28,7 @@ from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
-from lightning_faulttolerant.trainer.functions import loop_of
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import TrainerPosition, loop_of
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
 from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter

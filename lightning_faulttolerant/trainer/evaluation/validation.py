@@ -24,9 +24,9 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.functions import FIT, function_of, stage_of
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches, is_users_function, overridden
+from lightning_faulttolerant.trainer.position import FIT, function_of, stage_of
 
 _log = logging.getLogger(__name__)
 

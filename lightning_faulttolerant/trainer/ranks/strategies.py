@@ -53,8 +53,15 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.errors import RanksLostError, UnsupportedTrainerError
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.ranks import compat
-from lightning_faulttolerant.trainer.ranks.compat import cluster_environment, gradient_buffer_of
+from lightning_faulttolerant.trainer.ranks.compat import (
+    cluster_environment,
+    gradient_buffer_of,
+    hooks_with_state,
+    is_after_its_first_backward,
+    reduction_order,
+    set_reduction_order,
+    why_not_reordered,
+)
 from lightning_faulttolerant.trainer.ranks.connection import LOOPBACK, Hub, Line, Relay, Spoke
 from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 
@@ -218,7 +225,7 @@ class Buckets:
     def __init__(self, trainer: Trainer) -> None:
         model: object = trainer.strategy.model
         is_ddp = isinstance(model, DistributedDataParallel)
-        self._hooks = compat.hooks_with_state(model) if is_ddp else []
+        self._hooks = hooks_with_state(model) if is_ddp else []
         self._ddp: object = model if is_ddp and trainer.world_size >= _MIN_RANKS else None
         self._order: list[int] | None = None
         self._is_laid_out = False
@@ -229,8 +236,8 @@ class Buckets:
             return {}
         if self._is_laid_out:  # DDP would report it relative to that order
             return {"order": self._order}
-        order = compat.reduction_order(self._ddp)
-        is_lost = order is None and compat.is_after_its_first_backward(self._ddp)
+        order = reduction_order(self._ddp)
+        is_lost = order is None and is_after_its_first_backward(self._ddp)
         return {"order": order, "is_lost": True} if is_lost else {"order": order}
 
     def why_not_exact(self) -> list[str]:
@@ -251,11 +258,11 @@ class Buckets:
             return []
         if state.get("is_lost"):
             return [f"{_LAST_BITS}: with static_graph=True, DDP reports the order of gradients only after two batches"]
-        reason = None if order is None else compat.why_not_reordered(self._ddp, order)
+        reason = None if order is None else why_not_reordered(self._ddp, order)
         if reason is not None:
             return [f"{_LAST_BITS}: DDP's buckets can't be restored: {reason}"]
         if order is not None:
-            compat.set_reduction_order(self._ddp, order)
+            set_reduction_order(self._ddp, order)
             self._order, self._is_laid_out = list(order), True
         return []
 

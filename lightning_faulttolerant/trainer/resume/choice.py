@@ -33,7 +33,7 @@ from lightning_faulttolerant.errors import (
     RanksLostError,
     UnsafeCheckpointError,
 )
-from lightning_faulttolerant.records.history import Parent
+from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.state.objects.leaves import has_pickles, unpickled
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file

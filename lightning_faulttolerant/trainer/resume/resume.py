@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant.checkpoint.schema import CREATED, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
-from lightning_faulttolerant.records.history import Parent, parent_from
+from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import (

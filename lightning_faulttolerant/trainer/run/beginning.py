@@ -25,12 +25,10 @@ from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
-from lightning_faulttolerant.trainer.functions import FIT
-from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
+from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit, advise
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, start_fingerprint
-from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.strategies import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, read_by_all, set_aside
 from lightning_faulttolerant.trainer.run.derived_runs import ReplayedRun, branch_of

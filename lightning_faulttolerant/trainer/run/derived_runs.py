@@ -31,8 +31,9 @@ from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import BranchError, ReplayError, UnsafeCheckpointError
-from lightning_faulttolerant.records.history import END, FINISHED, FIT, RESUME_FROM_VARIABLE, STOPPED, Parent, name_of
+from lightning_faulttolerant.records.history import END, FINISHED, FIT, STOPPED, name_of
 from lightning_faulttolerant.records.requests import ReplayRequest, ReplayStart, StepPlace, write_start
+from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE, Parent
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer.files.run_files import load, part_of
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit

@@ -38,14 +38,13 @@ from lightning_faulttolerant.records.history import (
     STOPPED,
     UNSAVED,
     VALIDATION,
-    Parent,
     name_of,
 )
 from lightning_faulttolerant.records.requests import Skip
+from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.records.shortening import sum_of_validations
 from lightning_faulttolerant.supervision.marks import last_hang
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, num_evaluated, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport

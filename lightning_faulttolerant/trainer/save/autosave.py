@@ -28,8 +28,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, PartHeader
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_state, load_buffers
-from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.compat import import_for_dump
+from lightning_faulttolerant.trainer.compat import import_for_dump, running_hook
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
@@ -447,5 +446,5 @@ class Checkpointer:
         """
         contents = self.autosaver.contents
         if not contents.is_dumping:
-            hook, saver = compat.running_hook(self.run_state.trainer)
+            hook, saver = running_hook(self.run_state.trainer)
             contents.put_part(checkpoint, self.hook_saves.make(hook, saver, capture))

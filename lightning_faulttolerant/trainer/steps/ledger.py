@@ -25,12 +25,11 @@ from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
-from lightning_faulttolerant.trainer.evaluation.compat import is_predicting, num_evaluated
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of, stage_of
+from lightning_faulttolerant.trainer.evaluation.compat import is_predicting
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated, stage_of
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
 from lightning_faulttolerant.trainer.steps.compat import (
     as_logged,

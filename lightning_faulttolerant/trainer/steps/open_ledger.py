@@ -27,13 +27,11 @@ from lightning_faulttolerant.records.ledger import (
     places_in,
 )
 from lightning_faulttolerant.records.lines import LineFile
-from lightning_faulttolerant.trainer import compat, process
 from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.compat import BEFORE_FETCH
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, is_nobodys_training, signal_connector
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.process import next_number
+from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of, num_evaluated
+from lightning_faulttolerant.trainer.process import is_nested_fit, next_number
 from lightning_faulttolerant.trainer.settings import Options, path_of_ledger
 from lightning_faulttolerant.trainer.steps.compat import logger_connector
 from lightning_faulttolerant.trainer.steps.ledger import FitLedger, around_steps, is_evaluating, training_place
@@ -69,7 +67,7 @@ class OpenLedger:
         if session is not None and path is not None:
             self._begin.append(partial(StrikePlaces(trainer, session, number).take_seams, self._patches))
         if self._begin:
-            self._patches.around(compat.signal_connector(trainer), "register_signal_handlers", self._around_begin)
+            self._patches.around(signal_connector(trainer), "register_signal_handlers", self._around_begin)
 
     def _around_begin(self, original: Method) -> None:
         original()
@@ -106,7 +104,7 @@ class OpenLedger:
 
 def begins_while_off(trainer: Trainer) -> bool:
     """Return whether a ledger is to be written although the environment switches fault tolerance off."""
-    return not (compat.is_nobodys_training(trainer) or process.is_nested_fit(trainer))
+    return not (is_nobodys_training(trainer) or is_nested_fit(trainer))
 
 
 def _opened(path: str) -> LineFile:

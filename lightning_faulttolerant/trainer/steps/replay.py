@@ -47,8 +47,7 @@ from lightning_faulttolerant.records.requests import (
 )
 from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.trainer.compat import callbacks, num_begun_in_all
-from lightning_faulttolerant.trainer.files import compat as files
-from lightning_faulttolerant.trainer.files.compat import set_default_root_dir
+from lightning_faulttolerant.trainer.files.compat import set_default_root_dir, set_save_dir
 from lightning_faulttolerant.trainer.files.run_files import config_callbacks
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
@@ -76,7 +75,7 @@ def silence(trainer: Trainer, directory: str) -> None:
     """
     for number, logger in enumerate(trainer.loggers):
         if isinstance(logger, (CSVLogger, TensorBoardLogger)):
-            files.set_save_dir(logger, os.path.join(directory, "logs", str(number)))
+            set_save_dir(logger, os.path.join(directory, "logs", str(number)))
             compat.begin_again(logger)
         elif not getattr(logger, "is_silent_in_replay", False):
             logger.__class__ = _silent(type(logger))
