@@ -42,6 +42,8 @@ from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, funct
 from lightning_faulttolerant.trainer.ranks.compat import SYNC_BUFFERS
 from lightning_faulttolerant.trainer.settings import Options
 
+_log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 
@@ -219,7 +221,6 @@ def _indices(iteration: Iteration, number: int) -> list[object] | None:
     return [index if isinstance(index, (int, str)) else repr(index)[:200] for index in listed]
 
 
-_log = logging.getLogger(__name__)
 _LAST = 2**62
 
 

@@ -44,6 +44,8 @@ from lightning_faulttolerant.trainer.run.directory import open_directory
 from lightning_faulttolerant.trainer.run.history_file import open_history
 from lightning_faulttolerant.trainer.settings import Options, own_path_of_ledger
 
+_log = logging.getLogger(__name__)
+
 _ALLOWED_LENGTH = 128
 _MAX_NAMED = 20
 
@@ -239,9 +241,6 @@ def _epoch_and_batch(path: str) -> tuple[int, int]:
 def _step_of(path: str) -> int | None:
     part = part_of(path)
     return None if part is None else part["position"]["global_step"]
-
-
-_log = logging.getLogger(__name__)
 
 
 class ReplayedRun:

@@ -66,6 +66,8 @@ from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.pace import Pace
 
+_log = logging.getLogger(__name__)
+
 WAIT_SECONDS = 10.0
 """How long rank 0 waits for the states of the others, and they for its report."""
 _POLL_SECONDS = 0.02
@@ -265,9 +267,6 @@ def _run(command: Command, request: ReplayRequest, is_stopping: Callable[[], boo
         return ""
     lines = printed.read_text(errors="replace").strip().splitlines()
     return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
-
-
-_log = logging.getLogger(__name__)
 
 
 class IncidentWriter:
