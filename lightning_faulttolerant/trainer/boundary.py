@@ -14,7 +14,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.evaluation.compat import num_batches_of
-from lightning_faulttolerant.trainer.evaluation.saving import CommonPace
+from lightning_faulttolerant.trainer.evaluation.validation import CommonPace
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.position import (
     BOUNDARY,

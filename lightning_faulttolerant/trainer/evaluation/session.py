@@ -23,9 +23,13 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession, tell_stopped
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume, SavedEvaluation
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
-from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import (
+    EvaluationResume,
+    EvaluationState,
+    SavedEvaluation,
+)
+from lightning_faulttolerant.trainer.evaluation.saving import Dealing, EvaluationSaver, Predictions
+from lightning_faulttolerant.trainer.evaluation.validation import CommonPace
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
