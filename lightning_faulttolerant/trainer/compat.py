@@ -19,8 +19,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
-from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import loop_of
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
