@@ -319,7 +319,7 @@ class TrackedWorkers:
 
     def __init__(self, side: WorkerSide, *, num_workers: int, slot_bytes: int, is_iterable: bool) -> None:
         self.side = side
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._slot_bytes = slot_bytes
         self._is_iterable = is_iterable
         self._rings_aside: list[WorkerRing] = []
@@ -332,7 +332,7 @@ class TrackedWorkers:
             self.current.ring.close()
         ring = self._new_ring(loader)
         self.side.start_with(WorkerStart(ring=ring, states=states or ()))
-        fetched = (0,) * self._num_workers
+        fetched = (0,) * self.num_workers
         self.current = IterationWorkers(ring=ring, fetched_before=fetched, resumed_states=states, number=1)
 
     def begin_again(self, current: IterationWorkers, record: IndexRecord) -> None:
@@ -355,7 +355,7 @@ class TrackedWorkers:
 
     def _new_ring(self, loader: DataLoader[object]) -> WorkerRing:
         slots = (loader.prefetch_factor or 0) + _SPARE_SLOTS
-        return WorkerRing(num_workers=self._num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
+        return WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
 
     def num_fetched(self, current: IterationWorkers, record: IndexRecord) -> list[int]:
         """Return how many batches each worker has been given since it was created."""
@@ -363,7 +363,7 @@ class TrackedWorkers:
         if self._is_iterable:
             return counts_now(current.ring, current.number, given)
         return [
-            before + max(0, -((worker - given) // self._num_workers))
+            before + max(0, -((worker - given) // self.num_workers))
             for worker, before in enumerate(current.fetched_before)
         ]
 
@@ -377,7 +377,7 @@ class TrackedWorkers:
         if self._is_iterable:
             return counts_at(current.ring, current.number, num_batches)
         # A fresh iterator begins with worker 0, so the resume starts at the round that worker 0 began.
-        rounds, drop = divmod(num_batches, self._num_workers)
+        rounds, drop = divmod(num_batches, self.num_workers)
         return [before + rounds for before in current.fetched_before], drop
 
     def release(self) -> list[int]:

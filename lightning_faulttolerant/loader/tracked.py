@@ -57,6 +57,81 @@ class _Resumed:
     drop: int = 0
 
 
+@dataclass(kw_only=True, slots=True)
+class _Next:
+    """What is known of the next iteration.
+
+    It continues from ``resumed``. ``is_asked`` says whether it was requested: it begins when its iterator is created.
+    ``is_taken`` says whether other code has taken the persistent workers away, and ``has_other_workers`` whether the
+    run had a different number of workers before a resume.
+    """
+
+    resumed: _Resumed | None = None
+    is_asked: bool = False
+    is_taken: bool = False
+    has_other_workers: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StandIns:
+    """What stands in for parts of the loader on the copy that is followed, or keeps their state.
+
+    ``seeded`` seeds each sample, and ``guarded`` counts samples that can't be loaded. ``dataset`` is the data set in
+    this process, if that keeps a state. ``collate`` is the loader's ``collate_fn``, with what ``iterable`` adds to it.
+    """
+
+    seeded: SeededSamples | None
+    guarded: GuardedSamples | None
+    iterable: IterableSide | None
+    dataset: Any
+    collate: Callable[[Any], Any]
+
+    @classmethod
+    def of(
+        cls, loader: DataLoader[object], *, seeds: SampleSeeds | None, exactness: Exactness, is_guarded: bool
+    ) -> _StandIns:
+        """Return what stands in for the parts of `loader`."""
+        iterable = IterableSide(loader.dataset, exactness) if isinstance(loader.dataset, IterableDataset) else None
+        can_be_guarded = loader.num_workers > 0 and iterable is None and seeds is None
+        return cls(
+            seeded=None if seeds is None else SeededSamples(loader, seeds),
+            guarded=GuardedSamples(loader.dataset) if is_guarded and can_be_guarded else None,
+            iterable=iterable,
+            dataset=None if loader.num_workers else stateful_dataset(loader),
+            collate=loader.collate_fn if iterable is None else functools.partial(iterable.collate, loader.collate_fn),
+        )
+
+
+class _DatasetEpochs:
+    """The epochs that streaming data sets count themselves: those of this package, and those of other libraries."""
+
+    def __init__(self, loader: DataLoader[object]) -> None:
+        self.streamed, self.foreign = StreamedEpochs(loader), ForeignEpochs(loader)
+
+    def begin(self) -> None:
+        """Note that an iteration begins."""
+        self.streamed.begin()
+        self.foreign.begin()
+
+    def take_back(self) -> None:
+        """Take back the request of an iteration that doesn't begin."""
+        self.streamed.take_back()
+        self.foreign.take_back()
+
+    def state_dict(self, *, in_iteration: bool) -> dict[str, object]:
+        """Return the epochs, and whether their samples are dealt to ranks by this package."""
+        return {
+            "streams": self.streamed.state_dict(in_iteration=in_iteration),
+            "is_dealt": self.streamed.is_dealt,
+            "foreign": self.foreign.state_dict(in_iteration=in_iteration),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration begin in these epochs."""
+        self.streamed.load_state_dict(state_dict.get("streams", ()))
+        self.foreign.load_state_dict(state_dict.get("foreign", {}))
+
+
 class TrackedLoader:
     """Follows a `DataLoader` through its iterations.
 
@@ -84,59 +159,58 @@ class TrackedLoader:
         is_guarded: bool = False,
     ) -> None:
         self.user_loader = loader
-        self._seeded = None if seeds is None else SeededSamples(loader, seeds)
-        self.num_workers = loader.num_workers
-        self._resumed: _Resumed | None = None
-        self._is_asked = self._is_taken = False
-        self._has_other_workers = False
-        """Whether the run had a different number of workers before a resume."""
+        self._next = _Next()
         self.exactness = Exactness() if exactness is None else exactness
         self.owner = IterationOwner() if owner is None else owner
         self.iteration: Iteration | None = None
         """The current run over the loader."""
         parts = {name: getattr(loader, name, None) for name in _HELD}
         self.held = HeldGenerators({**parts, **users_variables(parts)})
-        is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
+        self._epochs = _DatasetEpochs(loader)
         self.objects = LoaderObjects(loader, known=known)
-        in_flight = (loader.prefetch_factor or 0) * self.num_workers
+        is_iterable, num_workers = isinstance(loader.dataset, IterableDataset), loader.num_workers
+        in_flight = (loader.prefetch_factor or 0) * num_workers
         self.index_side = IndexSide(
             index_sampler(loader),
             held=self.held,
             exactness=self.exactness,
             rank_place=rank_place,
-            window=0 if is_iterable else in_flight + self.num_workers + 2,
-            has_workers=self.num_workers > 0,
+            window=0 if is_iterable else in_flight + num_workers + 2,
+            has_workers=num_workers > 0,
             is_endless=is_iterable,
             seeds=seeds,
             is_batched=loader.batch_sampler is not None,
-            streamed=self._streamed if self._streamed.is_dealt else None,
+            streamed=self._epochs.streamed if self._epochs.streamed.is_dealt else None,
             objects=self.objects,
         )
-        self.iterable = IterableSide(loader.dataset, self.exactness) if is_iterable else None
-        self._collate: Callable[[Any], Any] = loader.collate_fn
-        if self.iterable is not None:
-            self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
-        self._dataset = None if self.num_workers else stateful_dataset(loader)
-        can_be_guarded = self.num_workers > 0 and not is_iterable and self._seeded is None
-        self._guarded = GuardedSamples(loader.dataset) if is_guarded and can_be_guarded else None
-        self._workers = None if not self.num_workers else self._tracked_workers(default_worker_init)
+        self._parts = _StandIns.of(loader, seeds=seeds, exactness=self.exactness, is_guarded=is_guarded)
+        self._workers = self._tracked_workers(default_worker_init) if num_workers else None
         self._loader: weakref.ref[DataLoader[object]] | None = None
 
     def _tracked_workers(self, default_init: Callable[[int], None] | None) -> TrackedWorkers:
-        loader, is_iterable = self.user_loader, self.iterable is not None
+        loader, parts, is_iterable = self.user_loader, self._parts, self.iterable is not None
         side = worker_side_of(
             loader,
-            self._collate,
+            parts.collate,
             default_init,
             exactness=self.exactness,
-            iterable=self.iterable,
-            per_sample=None if self._seeded is None else self._seeded.dataset,
-            guarded=self._guarded,
+            iterable=parts.iterable,
+            per_sample=None if parts.seeded is None else parts.seeded.dataset,
+            guarded=parts.guarded,
         )
         state_bytes = side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
-        slot_bytes = 1 if self._seeded else state_bytes
-        return TrackedWorkers(side, num_workers=self.num_workers, slot_bytes=slot_bytes, is_iterable=is_iterable)
+        slot_bytes = 1 if parts.seeded else state_bytes
+        return TrackedWorkers(side, num_workers=loader.num_workers, slot_bytes=slot_bytes, is_iterable=is_iterable)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes that load the batches."""
+        return 0 if self._workers is None else self._workers.num_workers
+
+    @property
+    def iterable(self) -> IterableSide | None:
+        """The stand-in for an iterable data set."""
+        return self._parts.iterable
 
     @property
     def loader(self) -> DataLoader[object]:
@@ -162,25 +236,25 @@ class TrackedLoader:
         vars(tracked)[TRACKER] = self
         if self.iterable is not None:
             vars(tracked)["dataset"] = self.iterable
-            tracked.collate_fn = self._collate
+            tracked.collate_fn = self._parts.collate
         if self._workers is not None:
             tracked.collate_fn = self._workers.side.collate
             tracked.worker_init_fn = self._workers.side.init
         forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
-        self._foreign.follow(tracked)
+        self._epochs.foreign.follow(tracked)
         return tracked
 
     @property
     def deal(self) -> RemainingBatches | None:
         """How the rest of an epoch that other ranks or workers began is dealt to this rank, until that rest begins."""
-        plan = None if self._resumed is None else self._resumed.plan
+        plan = None if self._next.resumed is None else self._next.resumed.plan
         return None if plan is None else plan.deal
 
     @property
     def can_be_resized(self) -> bool:
         """Whether a different number of workers or ranks can continue in this order."""
-        return self.iterable is None or self._streamed.is_dealt
+        return self.iterable is None or self._epochs.streamed.is_dealt
 
     @property
     def num_handed_out(self) -> int:
@@ -193,27 +267,26 @@ class TrackedLoader:
 
     def ask(self) -> None:
         """Note that an iteration was requested. It begins when its iterator is created."""
-        if not self._is_asked and self.owner.is_followed():
-            self._is_asked = True
-            self._streamed.continue_epochs()
+        if not self._next.is_asked and self.owner.is_followed():
+            self._next.is_asked = True
+            self._epochs.streamed.continue_epochs()
 
     def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Create torch's iterator for a new iteration, at the position that `load_state_dict` set.
 
         Resuming leaves the random generators of this process unchanged.
         """
-        if not (self._is_asked or self.owner.is_followed()):
+        if not (self._next.is_asked or self.owner.is_followed()):
             return self._iterate_aside(make_iterator)
         if self.owner.is_held_back():
-            self._is_asked = False
-            self._streamed.take_back()
-            self._foreign.take_back()
+            self._next.is_asked = False
+            self._epochs.take_back()
             return iter(())
-        resumed, self._resumed = self._resumed, None
-        self._is_asked = self._is_taken = False
+        resumed, self._next.resumed = self._next.resumed, None
+        self._next.is_asked = self._next.is_taken = False
         plan, drop = (None, 0) if resumed is None else (resumed.plan, resumed.drop)
-        if self._dataset is not None and resumed is not None and resumed.state.get("dataset") is not None:
-            self._dataset.load_state_dict(resumed.state["dataset"])
+        if self._parts.dataset is not None and resumed is not None and resumed.state.get("dataset") is not None:
+            self._parts.dataset.load_state_dict(resumed.state["dataset"])
         self._begin(resumed)
         with self.objects.put_back(*(() if plan is None else plan.objects)):
             return self._iterated(make_iterator, plan, drop)
@@ -233,17 +306,17 @@ class TrackedLoader:
             self.index_side.ensure_open()
             batches.drop(drop)
             if drop:
-                self._streamed.note_dropped()
+                self._epochs.streamed.note_dropped()
             self.index_side.states.restore(before)
         return batches
 
     def _made(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
-        if self._guarded is not None:
-            with self._guarded.stand_in(self.loader):
+        if self._parts.guarded is not None:
+            with self._parts.guarded.stand_in(self.loader):
                 return make_iterator()
-        if self._seeded is None:
+        if self._parts.seeded is None:
             return make_iterator()
-        return self._seeded.make(self.loader, self.index_side, make_iterator)
+        return self._parts.seeded.make(self.loader, self.index_side, make_iterator)
 
     def _started(self) -> Iteration:
         record = self.index_side.record
@@ -252,7 +325,7 @@ class TrackedLoader:
             workers=None if self._workers is None else self._workers.current,
             num_out=record.first_batch,
             iterable=None if self.iterable is None else self.iterable.record,
-            dataset=self._dataset,
+            dataset=self._parts.dataset,
         )
         return self.iteration
 
@@ -260,7 +333,7 @@ class TrackedLoader:
         """Create an iterator for other code, next to the iteration that is followed."""
         if self.loader.persistent_workers and self.num_workers:
             # There is one set of workers. torch takes it away from the iteration that uses it.
-            self._is_taken = True
+            self._next.is_taken = True
             self._begin(None)
             return self._made(make_iterator)
         with self.index_side.aside():
@@ -277,16 +350,15 @@ class TrackedLoader:
                 self._workers.begin_again(current, self.index_side.record)
             else:
                 self._workers.begin(self.loader, None if resumed is None else resumed.worker_states)
-        self._streamed.begin()
-        self._foreign.begin()
+        self._epochs.begin()
         if self.iterable is not None and not self.num_workers:
             record = self.iterable.begin(None if resumed is None else resumed.state["iterable"]["position"])
             record.num_batches = 0 if plan is None else plan.position
         epoch = 0
-        if self._seeded is not None:
-            epoch = self._seeded.begin(is_resumed=plan is not None or self._is_taken)
-            self._has_other_workers = self._seeded.has_other_workers
-        new_workers, had_others = not self._has_living_workers, self._has_other_workers
+        if self._parts.seeded is not None:
+            epoch = self._parts.seeded.begin(is_resumed=plan is not None or self._next.is_taken)
+            self._next.has_other_workers = self._parts.seeded.has_other_workers
+        new_workers, had_others = not self._has_living_workers, self._next.has_other_workers
         self.index_side.begin(plan, new_workers=new_workers, epoch=epoch, has_other_workers=had_others)
 
     def state_dict(self, consumed: int | None, iteration: Iteration | None = None) -> dict[str, object]:
@@ -299,38 +371,33 @@ class TrackedLoader:
         Raises:
             NotExactError: If a worker's state at that position is missing.
         """
-        if self._resumed is not None:  # and not iterated since: the position is unchanged
-            return copy.deepcopy(self._resumed.state)
-        in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
-        streams = self._streamed.state_dict(in_iteration=in_iteration)
-        more = {
-            "samplers": self.index_side.states.own_progress(),
-            "streams": streams,
-            "is_dealt": self._streamed.is_dealt,
-        }
-        more |= {"foreign": self._foreign.state_dict(in_iteration=in_iteration), "memory": self.objects.of_memory()}
-        return {**self._state(consumed, iteration), **more}
+        if self._next.resumed is not None:  # and not iterated since: the position is unchanged
+            return copy.deepcopy(self._next.resumed.state)
+        in_iteration = consumed is not None and self.iteration is not None and not self._next.is_asked
+        epochs = self._epochs.state_dict(in_iteration=in_iteration)
+        more = {"samplers": self.index_side.states.own_progress(), "memory": self.objects.of_memory()}
+        return {**self._state(consumed, iteration), **epochs, **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, object]:
         if iteration is None:
             iteration = self.iteration
-        if iteration is None or consumed is None or self._is_asked:
+        if iteration is None or consumed is None or self._next.is_asked:
             return self._state_between(iteration)
-        if self._is_taken:
+        if self._next.is_taken:
             raise NotExactError(
                 "Other code has iterated over the training loader in the middle of its epoch, and has taken its "
                 "persistent workers away from the training. Give a callback its own loader."
             )
         record = iteration.record
-        if self._seeded is not None:
-            return self._seeded.state_dict(record, consumed)
+        if self._parts.seeded is not None:
+            return self._parts.seeded.state_dict(record, consumed)
         workers, drop = None, 0
         if self._workers is not None and iteration.workers is not None:
             counts, drop = self._workers.at(iteration.workers, consumed - record.first_batch)
             workers = None if iteration.workers.starts_fresh(counts) else iteration.workers.states(counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
         state["num_workers"] = self.num_workers
-        if self._dataset is not None:
+        if self._parts.dataset is not None:
             state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
             held = None if self.num_workers else iteration.iterable
@@ -339,16 +406,16 @@ class TrackedLoader:
         return state
 
     def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
-        if self._seeded is not None:
-            return self._seeded.state_dict()
+        if self._parts.seeded is not None:
+            return self._parts.seeded.state_dict()
         workers, current = None, None if self._workers is None else self._workers.current
         begun = None if iteration is None else iteration.workers
         if self._workers is not None and current is not None and begun is not None and self._has_living_workers:
             workers = begun.states(self._workers.num_fetched(current, self.index_side.record))
         kept = record_state(self.index_side.record) if workers is not None else None
         state = {"consumed": None, "drop": 0, "record": kept, "workers": workers, "num_workers": self.num_workers}
-        if self._dataset is not None:
-            state["dataset"] = state_of(self._dataset)
+        if self._parts.dataset is not None:
+            state["dataset"] = state_of(self._parts.dataset)
         if self.iterable is not None:
             state["workers"] = workers and [{**w, "iterable": between(w["iterable"])} for w in workers]
             state["iterable"] = {"epoch": self.iterable.user_epoch, "position": self.iterable.between()}
@@ -356,17 +423,16 @@ class TrackedLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration continue from a position of `state_dict`."""
-        if self._seeded is not None:
-            self._seeded.load_state_dict(state_dict)
+        if self._parts.seeded is not None:
+            self._parts.seeded.load_state_dict(state_dict)
         had_workers = state_dict.get("num_workers", self.num_workers)
         if had_workers != self.num_workers and self.can_be_resized:
             state_dict = with_other_workers(state_dict, self.loader, rank=self.index_side.rank_place.rank)
-            self._has_other_workers = True
-        resumed = self._resumed = _Resumed(state=copy.deepcopy(dict(state_dict)))
+            self._next.has_other_workers = True
+        resumed = self._next.resumed = _Resumed(state=copy.deepcopy(dict(state_dict)))
         self.index_side.states.load_own_progress(state_dict.get("samplers", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
-        self._streamed.load_state_dict(state_dict.get("streams", ()))
-        self._foreign.load_state_dict(state_dict.get("foreign", {}))
+        self._epochs.load_state_dict(state_dict)
         self.objects.owe_memory(state_dict.get("memory", {}))
         if self.iterable is not None:
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
@@ -375,15 +441,15 @@ class TrackedLoader:
         if record is None and DEAL not in state_dict:
             return
         if DEAL in state_dict:
-            self._resumed = replace(resumed, plan=planned(state_dict[DEAL], self.index_side, self.loader))
+            self._next.resumed = replace(resumed, plan=planned(state_dict[DEAL], self.index_side, self.loader))
         elif consumed is None:
-            self._resumed = replace(resumed, plan=birth_plan(record), worker_states=workers)
-        elif self._seeded is not None:
-            self._resumed = replace(resumed, plan=self._seeded.plan(record, consumed))
+            self._next.resumed = replace(resumed, plan=birth_plan(record), worker_states=workers)
+        elif self._parts.seeded is not None:
+            self._next.resumed = replace(resumed, plan=self._parts.seeded.plan(record, consumed))
         else:
             drop = state_dict["drop"]
             plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers and not had_workers)
-            self._resumed = replace(resumed, plan=plan, worker_states=workers, drop=drop)
+            self._next.resumed = replace(resumed, plan=plan, worker_states=workers, drop=drop)
 
     def begin_after(self, num_samples: int) -> None:
         """Give the first sample of each iteration the seed of the one that follows `num_samples` others."""

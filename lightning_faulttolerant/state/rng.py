@@ -162,7 +162,7 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
 SavedGlobals = Sequence[tuple[str, StateMemory | None, Any]]
 
 
-class _Watch:
+class _WatchedGenerators:
     """What a look compares: if all of this is the same, so are the states. Without generators, it is always different.
 
     ``views`` are the parts of the generators' memory that show a change, and ``mark`` is their content. torch's part is
@@ -186,7 +186,8 @@ class _Watch:
         self.bits = None if numpy is None else numpy.bits
         self.views: Sequence[memoryview] = ()
         self.mark: bytes | None = None
-        self.pointer, self.address = None, b""
+        self.pointer: memoryview | bytes | None = None
+        self.address = b""
         if python is not None and of_torch is not None and (numpy is not None or self.numpy_random is None):
             self.python, self.torch = python.generator, of_torch.generator
             self.pointer, self.address = of_torch.pointer, of_torch.address
@@ -211,7 +212,7 @@ class _GlobalGenerators:
         self._last: Mapping[str, bytes] = {}
         self._last_of_all: Mapping[str, bytes] = {}
         self._saved: SavedGlobals | None = None
-        self._watch = _Watch()
+        self._watch = _WatchedGenerators()
 
     def look(self) -> Mapping[str, bytes]:
         """Return the states of all of them: the same object, if none has changed since the last call.
@@ -256,7 +257,7 @@ class _GlobalGenerators:
         if self._watch.of == memories and self._watch.numpy_random is sys.modules.get("numpy.random"):
             self._watch.renew()
         else:
-            self._watch = _Watch(*memories)
+            self._watch = _WatchedGenerators(*memories)
         for name, memory in found.items():
             states[name] = _by_getter(name) if memory is None else memory.state()
         return states
