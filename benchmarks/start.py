@@ -1,7 +1,8 @@
 """The time from the start of a process to its first training step: with `PL_FAULT_TOLERANT_TRAINING=1`, and without.
 
-The same script, `start_script.py`, starts fresh without us, fresh with us, and resumed from an autosave, in a new
-random order in each round. Ratios and differences are taken within a round.
+The same script, `start_script.py`, starts fresh without us, fresh with us, resumed from an autosave, and continued by
+Lightning from its own checkpoint, in a new random order in each round. Ratios and differences are taken within a round.
+Lightning restores weights, optimizers, and counters, but begins the epoch's data again.
 
 Run `python benchmarks/start.py --help` from the repository.
 """
@@ -27,7 +28,7 @@ from lightning_faulttolerant.trainer.process import VARIABLE
 
 SCRIPT = Path(__file__).with_name("start_script.py")
 MODELS = {"small": 1_000, "10 million parameters": 10_000_000}
-VARIANTS = ("without", "fresh", "resumed")
+VARIANTS = ("without", "fresh", "resumed", "by Lightning")
 _BATCH = 5
 _TARGET_RATIO, _TARGET_SECONDS = 1.1, 0.3
 
@@ -72,16 +73,18 @@ def start(directory: Path, num_parameters: int, *, last_batch: int = 0, **variab
 def measure(num_parameters: int, *, rounds: int, directory: Path) -> dict[str, Any]:
     """Return the median seconds of each variant, and how it compares with the script without us."""
     with_us = {VARIABLE: "1", "PL_FAULT_TOLERANT_OPTIONS": f"every_n_train_steps={_BATCH}"}
-    saved = directory / "resumed"
+    saved, of_lightning = directory / "resumed", {"CHECKPOINT": str(directory / "lightning.ckpt")}
     saved.mkdir()
     start(saved, num_parameters, last_batch=_BATCH + 1, **with_us)
+    start(directory, num_parameters, last_batch=_BATCH, **of_lightning)
+    variables = {"without": {}, "fresh": with_us, "resumed": with_us, "by Lightning": of_lightning}
     found: dict[str, list[Start]] = {name: [] for name in VARIANTS}
     for number in range(rounds):
         for name in random.sample(VARIANTS, len(VARIANTS)):
             own = saved if name == "resumed" else directory / f"{name}-{number}"
             own.mkdir(exist_ok=True)
-            one = start(own, num_parameters, **({} if name == "without" else with_us))
-            if one.batch != (_BATCH if name == "resumed" else 0):
+            one = start(own, num_parameters, **variables[name])
+            if one.batch != (_BATCH if name in ("resumed", "by Lightning") else 0):
                 raise RuntimeError(f"The start {name} began at batch {one.batch}.")
             found[name].append(one)
     return {name: _compared(starts, found["without"]) for name, starts in found.items()}
@@ -116,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         cases[name] = found
         for variant, of in found.items():
             print(
-                f"{name:22} {variant:8} {of['seconds']:6.2f} s, x{of['ratio']:.3f} ({of['low']:.2f}-{of['high']:.2f}),"
+                f"{name:22} {variant:12} {of['seconds']:6.2f} s, x{of['ratio']:.3f} ({of['low']:.2f}-{of['high']:.2f}),"
                 f" {of['more_s']:+.3f} s, processor {of['more_cpu_s']:+.3f} s",
                 flush=True,
             )

@@ -2,7 +2,8 @@
 
 LAST_BATCH=0 (the batch of that step, or any later one) python benchmarks/start_script.py PARAMETERS (of the model)
 
-With PL_FAULT_TOLERANT_TRAINING=1, it has the callback.
+With PL_FAULT_TOLERANT_TRAINING=1, it has the callback. With CHECKPOINT=FILE, Lightning continues from that file; if it
+does not exist, it is written at that batch.
 """
 
 import os
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 WIDTH = 16
+CHECKPOINT = os.environ.get("CHECKPOINT", "")
 
 
 class Rows(Dataset[Tensor]):
@@ -39,6 +41,8 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx >= int(os.environ["LAST_BATCH"]):
+            if CHECKPOINT and not os.path.exists(CHECKPOINT):
+                self.trainer.save_checkpoint(CHECKPOINT)
             os.write(1, f"{time.monotonic()} {time.process_time()} {batch_idx}\n".encode())
             os._exit(0)
         return self.layer(self.table(batch[:, 0].long() % self.table.num_embeddings)).square().mean()
@@ -57,4 +61,6 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(int(sys.argv[1])), DataLoader(Rows(), batch_size=32, shuffle=True))
+    continued = CHECKPOINT if os.path.exists(CHECKPOINT) else None
+    loader = DataLoader(Rows(), batch_size=32, shuffle=True)
+    trainer.fit(Classifier(int(sys.argv[1])), loader, ckpt_path=continued)

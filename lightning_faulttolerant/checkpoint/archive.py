@@ -13,6 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO
 
 from lightning_faulttolerant.checkpoint.zip_records import (
@@ -81,7 +82,33 @@ _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 _LEGACY_MAGIC_WITHIN_BYTES = 32
 
 
-def find_damage(file: IO[bytes], *, without: str | None = None) -> str | None:
+_LARGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """The values of a tensor in a file.
+
+    Args:
+        name: The name of the record.
+        offset: The first byte.
+        num_bytes: The length.
+        crc32: The checksum that was written.
+    """
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32: int
+
+    def damage(self, crc: int) -> str | None:
+        """Return what is wrong if the content that was read has another checksum."""
+        if crc == self.crc32:
+            return None
+        return f"record {self.name} has CRC32 {crc:08x}, but was written with {self.crc32:08x}"
+
+
+def find_damage(file: IO[bytes], *, without: str | None = None, later: list[Content] | None = None) -> str | None:
     """Read a whole ``torch.save`` file, in chunks of 8 MiB, and return what is wrong with it.
 
     In a zip file that was written without checksums (``has_checksums``), everything except the contents is compared.
@@ -89,6 +116,7 @@ def find_damage(file: IO[bytes], *, without: str | None = None) -> str | None:
     Args:
         file: Open for reading, seekable.
         without: The key of a record of tensor values whose content is not read.
+        later: Receives the large contents. They are not read here: the caller compares them. Default: none is left.
 
     Returns:
         The reason, worded to follow a colon; None if there is no damage.
@@ -100,7 +128,7 @@ def find_damage(file: IO[bytes], *, without: str | None = None) -> str | None:
         with zipfile.ZipFile(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
             _check_names(records)
-            _check_records(file, records, directory_offset=archive.start_dir, without=without)
+            _check_records(file, records, directory_offset=archive.start_dir, without=without, later=later)
             _check_directory(file, records)
             _check_end(file, num_records=len(records), directory_offset=archive.start_dir)
     except _Damage as damage:
@@ -161,7 +189,12 @@ def _check_names(records: list[zipfile.ZipInfo]) -> None:
 
 
 def _check_records(
-    file: IO[bytes], records: list[zipfile.ZipInfo], *, directory_offset: int, without: str | None
+    file: IO[bytes],
+    records: list[zipfile.ZipInfo],
+    *,
+    directory_offset: int,
+    without: str | None,
+    later: list[Content] | None,
 ) -> None:
     file.seek(0)
     ends = [record.header_offset for record in records[1:]] + [directory_offset]
@@ -171,6 +204,9 @@ def _check_records(
         _check_central_entry(record)
         _check_local_header(file, record)
         if without is not None and record.filename.split("/", 1)[-1] == f"data/{without}":
+            file.seek(record.file_size, os.SEEK_CUR)
+        elif later is not None and checksums and _holds_values(record) and record.file_size >= _LARGE_BYTES:
+            later.append(_content(record, offset=file.tell()))
             file.seek(record.file_size, os.SEEK_CUR)
         else:
             _check_content(file, record, checksum=checksums)
@@ -212,15 +248,34 @@ def _dos_time(record: zipfile.ZipInfo) -> tuple[int, int]:
 
 
 def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) -> None:
-    crc, num_left = 0, record.file_size
+    damage = content_damage(file, _content(record, offset=file.tell()))
+    _demand(damage is None or (not checksum and damage != _TOO_SHORT), damage or "")
+
+
+def content_damage(file: IO[bytes], content: Content) -> str | None:
+    """Read a content and return what is wrong with it, or None.
+
+    Args:
+        file: Open for reading, seekable.
+        content: The content.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    file.seek(content.offset)
+    crc, num_left = 0, content.num_bytes
     for chunk in read_chunks(file, num_left):
         crc = zlib.crc32(chunk, crc)
         num_left -= len(chunk)
-    _demand(not num_left, _TOO_SHORT)
-    _demand(
-        crc == record.CRC or not checksum,
-        f"record {record.filename} has CRC32 {crc:08x}, but was written with {record.CRC:08x}",
-    )
+    return _TOO_SHORT if num_left else content.damage(crc)
+
+
+def _content(record: zipfile.ZipInfo, *, offset: int) -> Content:
+    return Content(name=record.filename, offset=offset, num_bytes=record.file_size, crc32=record.CRC)
+
+
+def _holds_values(record: zipfile.ZipInfo) -> bool:
+    return record.filename.split("/", 1)[-1].startswith("data/")
 
 
 def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: int) -> None:

@@ -15,13 +15,14 @@ import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 
 from lightning_faulttolerant.checkpoint import autosave_directory
-from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.archive import Content, find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.checked_file import CheckedFile
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
@@ -122,10 +123,26 @@ def load_file(
     with contextlib.ExitStack() as stack:
         # One open file for both steps: the loaded bytes are the verified ones, even if another process puts a new file
         # at the path in between.
+        later: list[Content] = []
         with damage_named(path):
             file = stack.enter_context(opened_whole(path, local_copy))
-            verification = verify_open_file(path, file)
-        return load_open_file(file, verification, map_location=map_location, weights_only=weights_only)
+            verification = verify_open_file(path, file, later=None if isinstance(file, JoinedFile) else later)
+        checked = CheckedFile(file, later)
+        source = cast("IO[bytes]", checked) if later else file
+        try:
+            loaded = load_open_file(source, verification, map_location=map_location, weights_only=weights_only)
+        except Exception:
+            _demand_sound(path, checked)  # damage is a reason to take another file, and the error may be a result of it
+            raise
+        _demand_sound(path, checked)
+        return loaded
+
+
+def _demand_sound(path: str | os.PathLike[str], checked: CheckedFile) -> None:
+    with damage_named(path):
+        damage = checked.find_damage()
+    if damage is not None:
+        raise DamagedCheckpointError(describe_damage(path, damage))
 
 
 def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -224,13 +241,20 @@ def damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
         raise DamagedCheckpointError(describe_damage(path, error.strerror or str(error))) from error
 
 
-def verify_open_file(path: str | os.PathLike[str], file: IO[bytes], *, without: str | None = None) -> Verification:
+def verify_open_file(
+    path: str | os.PathLike[str],
+    file: IO[bytes],
+    *,
+    without: str | None = None,
+    later: list[Content] | None = None,
+) -> Verification:
     """Verify an open checkpoint file, as `verify_file` does.
 
     Args:
         path: Its path, for messages.
         file: Open for reading, seekable.
         without: The key of a record of tensor values whose content is not read.
+        later: Receives the large contents, which are then not read. Not for an autosave that is joined with its base.
 
     Raises:
         DamagedCheckpointError: As `verify_file`.
@@ -239,7 +263,7 @@ def verify_open_file(path: str | os.PathLike[str], file: IO[bytes], *, without: 
     num_bytes = file.seek(0, os.SEEK_END)
     if is_legacy(file):
         return Verification(path=os.fspath(path), has_checksums=False, reason=_LEGACY, num_bytes=num_bytes)
-    damage = find_whole_damage(file, without=without)
+    damage = find_whole_damage(file, without=without) if later is None else find_damage(file, later=later)
     if damage is not None:
         raise DamagedCheckpointError(describe_damage(path, damage))
     reason = "" if has_checksums(file) else _CHECKSUMS_OFF

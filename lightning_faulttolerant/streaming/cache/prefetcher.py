@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
@@ -56,7 +57,7 @@ class Prefetcher:
         num_readers: The number of this machine's processes that read through the same limit. Each fetches ahead at most
             its part of half the limit. Otherwise they would evict each other's shards before use.
         first: The position up to which samples are read immediately. Shards needed after it are fetched once the reader
-            is there, so nothing delays the first batch.
+            is there, and so are the checksums of the shards before it: nothing delays the first batch.
 
     Example::
 
@@ -119,10 +120,10 @@ class Prefetcher:
         if error is not None:
             raise error
         try:
-            return cache.fetch(shard)
+            return self._work.brought(cache, shard)
         except CacheLimitError:
             with self._work.making_way():  # a current need goes before future ones
-                return cache.fetch(shard)
+                return self._work.brought(cache, shard)
         finally:
             self._work.let_go((stream, shard))
 
@@ -237,6 +238,7 @@ class _Work:
         self._makes_way = False
         self._in_flight: set[Key] = set()
         self._errors: dict[Key, Exception] = {}
+        self._unsealed: deque[tuple[ShardCache, int]] = deque()
 
     def run(self) -> None:
         """Fetch until nothing is left; runs in a thread."""
@@ -244,8 +246,20 @@ class _Work:
             with stoppable(self.stop):
                 while (need := self._next()) is not None:
                     self._fetch(need)
+                    self._seal_one()
+                self._wait_for_first()
+                while self._seal_one():
+                    pass
         except StoppedError:
             pass
+
+    def brought(self, cache: ShardCache, shard: int) -> str:
+        """Return the directory of a shard that is fetched if it is missing, without its checksum for a first batch."""
+        if self.position >= self._first:
+            return cache.fetch(shard)
+        directory = cache.fetch(shard, is_sealed=False)
+        self._unsealed.append((cache, shard))
+        return directory
 
     def wake(self) -> None:
         """Let the threads check the reader's position."""
@@ -302,6 +316,25 @@ class _Work:
                 self._held.release_passed(self.position)
             self._held.release_passed(self.position)
 
+    def _wait_for_first(self) -> None:
+        with self._changed:
+            self.resume_at = self._first
+            while self.position < self._first and not self.stop.is_set():
+                self._changed.wait(_LOOK_SECONDS)
+                if _is_orphan():
+                    self.stop.set()
+
+    def _seal_one(self) -> bool:
+        """Add one of the checksums that had to wait for the first batch. Return whether there was one."""
+        if self.position < self._first or self.stop.is_set():
+            return False
+        try:
+            cache, shard = self._unsealed.popleft()
+        except IndexError:
+            return False
+        cache.seal(shard)
+        return True
+
     def _fetch(self, need: Need) -> None:
         key = need.stream, need.shard
         with self._changed:
@@ -321,7 +354,7 @@ class _Work:
 
     def _fetched(self, cache: ShardCache, key: Key) -> bool:
         try:
-            cache.fetch(key[1])
+            self.brought(cache, key[1])
         except CacheLimitError:
             with self._changed:
                 if self._wanted != key and not self.stop.is_set():

@@ -139,13 +139,15 @@ class ShardCache:
         self._sound.add(shard)
         return True
 
-    def fetch(self, shard: int) -> str:
+    def fetch(self, shard: int, *, is_sealed: bool = True) -> str:
         """Return the directory of a shard, once the shard is there and has been checked.
 
         Another process may evict it at any time. To read it, use ``open``.
 
         Args:
             shard: Its number in the index.
+            is_sealed: Whether its checksum, with which later processes check it, is computed now. Otherwise the caller
+                lets `seal` compute it when nothing waits for the shard.
 
         Raises:
             MissingShardError: If it is not where the index says.
@@ -154,11 +156,20 @@ class ShardCache:
             ShardError: If the fetch failed for another reason.
         """
         if not self.is_here(shard):
-            self._get(shard)
+            self._get(shard, is_sealed=is_sealed)
             self._sound.add(shard)
         elif self.limit is not None:
             self._kept.touch(shard)
         return self.directory
+
+    def seal(self, shard: int) -> None:
+        """Compute the checksum of a shard if it was fetched without one.
+
+        Args:
+            shard: Its number in the index.
+        """
+        if self._remote is not None:
+            self._kept.seal(shard)
 
     def open(self, shard: int, opener: Callable[[str], Opened]) -> Opened:
         """Return the opener's result for a shard. If the shard is evicted before it is opened, it is fetched again.
@@ -232,7 +243,7 @@ class ShardCache:
         """Return whether another process is fetching a shard."""
         return self._remote is not None and self._kept.is_being_fetched(shard)
 
-    def _get(self, shard: int) -> None:
+    def _get(self, shard: int, *, is_sealed: bool) -> None:
         if self._remote is None and not self._can_be_decompressed(shard):
             fault = self._kept.fault(shard) or "it has just been removed"
             error = MissingShardError if "it does not exist" in fault else DamagedShardError
@@ -249,7 +260,7 @@ class ShardCache:
                 if self.limit is not None:
                     self._kept.remove(shard)  # the existing files are not a valid copy, but take room
                     self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
-                self._attempts.run(functools.partial(self._bring, shard))
+                self._attempts.run(functools.partial(self._bring, shard, is_sealed=is_sealed))
         except FailedError as failed:
             raise self._error(shard, failed) from failed.__cause__
         except OSError as error:
@@ -268,7 +279,7 @@ class ShardCache:
         zip_files = self.shards[shard].zip_files
         return bool(zip_files) and all(os.path.exists(self._kept.path(file)) for file in zip_files)
 
-    def _bring(self, shard: int) -> None:
+    def _bring(self, shard: int, *, is_sealed: bool) -> None:
         info = self.shards[shard]
         with contextlib.ExitStack() as stack:
             temporaries = []
@@ -278,7 +289,7 @@ class ShardCache:
                 temporaries.append(stack.enter_context(temporary_for(path)))
                 zip_file = info.zip_files[number] if info.zip_files else None
                 self._bring_file(shard, file, zip_file, temporaries[-1])
-            self._kept.publish(shard, temporaries)
+            self._kept.publish(shard, temporaries, is_sealed=is_sealed)
 
     def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None, target: str) -> None:
         if zip_file is None:

@@ -5,9 +5,10 @@ size, and times are those of its mark, and the machine has not been restarted si
 written shortly before a power loss may have lost its content and nothing else. Otherwise its content is compared with
 the checksum of the mark. A mark is written before its file, so a file without a mark was not fetched by this package.
 
-Files that are being written have temporary names. Those of dead processes are removed.
+A checksum is not compared with anything when a file has just been fetched, so it may be added to the mark later. Until
+then, the file is trusted only while it is unchanged, and otherwise it is fetched again.
 
-The shards in a cache directory: which of them are complete, when each was used, and how much room they take.
+Files that are being written have temporary names. Those of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -50,7 +51,7 @@ class FileMark:
 
     Args:
         algorithm: The algorithm of the checksum.
-        checksum: The checksum of the whole file, hexadecimal.
+        checksum: The checksum of the whole file, hexadecimal; empty if it is not known yet.
         identity: Its inode, its size, and the change times of its content and its entry; empty if it may be new.
     """
 
@@ -80,6 +81,11 @@ class ShardMark:
         return (
             bool(self.boot) and self.boot == this_boot() and [file_identity(path) for path in paths] == self._identities
         )
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the checksums of all files are known."""
+        return all(file.checksum for file in self.files)
 
     @property
     def _identities(self) -> list[tuple[int, ...]]:
@@ -269,22 +275,46 @@ class KeptShards:
             self._mark(shard, checksums, is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
-    def publish(self, shard: int, temporaries: Sequence[str]) -> None:
+    def publish(self, shard: int, temporaries: Sequence[str], *, is_sealed: bool = True) -> None:
         """Give the files of a shard their final names, so every process may use it.
 
         Args:
             shard: Its number.
             temporaries: The checked files, in the order of the shard's files.
+            is_sealed: Whether to compute their checksums now; otherwise `seal` does so later.
 
         Raises:
             OSError: If a file is gone, or can't be moved.
         """
-        checksums = self._checksums(shard, temporaries) if self._is_marked else ()
+        checksums: tuple[str, ...] = ()
+        if self._is_marked:
+            is_free = self._validate_hash is not None  # the index has them
+            checksums = self._checksums(shard, temporaries) if is_sealed or is_free else ("",) * len(temporaries)
         # Before and after: between the two, and after a power loss, the checksum shows whether the file is complete.
         self._mark(shard, checksums, is_downloaded=True, is_new=True)
         for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
             publish(temporary, self.path(file), is_durable=not self._is_marked)
         self._mark(shard, checksums, is_downloaded=True)
+
+    def seal(self, shard: int) -> None:
+        """Add the missing checksums of a fetched shard to its mark, if its files are unchanged since.
+
+        Nothing is done while another process or thread fetches or evicts the shard.
+
+        Args:
+            shard: Its number.
+        """
+        path, paths = self._mark_path(shard), self._paths(shard)
+        with contextlib.suppress(OSError), locked(self.lock_path(shard), 0) as lock:
+            mark = read_mark(path)
+            if lock is None or mark is None or mark.is_sealed:
+                return
+            last_use = _last_use(path)
+            checksums = [crc32(path) for path in paths]
+            if mark.is_unchanged(paths):
+                files = [replace(file, checksum=each) for file, each in zip(mark.files, checksums, strict=True)]
+                write_mark(path, replace(mark, files=tuple(files)))
+                os.utime(path, ns=(last_use, last_use))  # this was no use
 
     def remove(self, shard: int) -> int:
         """Remove all files of a shard and return the number of bytes freed."""
@@ -420,6 +450,8 @@ def hash_fault(path: str, file: ShardFile, algorithm: str) -> str | None:
 
 
 def _mark_fault(path: str, mark: FileMark) -> str | None:
+    if not mark.checksum:
+        return "it may have changed, and its checksum is not known"
     found = _digest(path, mark.algorithm)
     return None if found == mark.checksum else f"its {mark.algorithm} is {found}, but was {mark.checksum}"
 
