@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.saving import save_to_file
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
-from lightning_faulttolerant.storage.atomic_file import remove_abandoned
+from lightning_faulttolerant.storage.local import remove_abandoned
 from lightning_faulttolerant.storage.store import Store, is_url, local_path
 
 

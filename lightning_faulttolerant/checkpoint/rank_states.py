@@ -21,13 +21,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint import autosave_directory
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.background import Staging
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.described import TensorInfo
 from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.saving import Staging, save_to_file
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import (
@@ -213,7 +212,7 @@ class RankReader:
             return self._load_file(path, verifies_all=verifies_all)
         directory = local_path(path)
         if verifies_all:
-            autosave_directory.verify(directory)
+            autosave_files.verify(directory)
         return self._load_file(os.path.join(directory, METADATA_NAME), verifies_all=verifies_all)
 
     def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:

@@ -26,10 +26,10 @@ _COMMANDS = {
     "prune": ("pruning", "delete old autosaves"),
     "export": ("exporting", "make one plain file of an autosave that shares tensors with others"),
     "report": ("report.command", "show the history of a run, and where its time went"),
-    "run": ("supervise.command", "run a script, and start it again after each failure, until it ends"),
+    "run": ("run", "run a script, and start it again after each failure, until it ends"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
-    "replay": ("replay.command", "run a step of a run again, exactly as it was"),
-    "batch": ("batch.command", "show which samples were in a batch, or which batches a sample was in"),
+    "replay": ("replay", "run a step of a run again, exactly as it was"),
+    "batch": ("batch", "show which samples were in a batch, or which batches a sample was in"),
 }
 
 

@@ -8,9 +8,10 @@ import os
 import sys
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
+from lightning_faulttolerant.checkpoint.autosave_files import is_kept
 from lightning_faulttolerant.checkpoint.summary import read_summary
-from lightning_faulttolerant.cli import found, part, verification
+from lightning_faulttolerant.cli import found, verification
+from lightning_faulttolerant.cli import found as part
 from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict

@@ -8,16 +8,14 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from lightning_faulttolerant.checkpoint import object_directory
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
-from lightning_faulttolerant.checkpoint.base_files import remove_unused, unused_bases
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.autosave_files import fit_number, is_kept, remove_unused, unused_bases
 from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import reason_of, safe, size_text
 from lightning_faulttolerant.cli.verification import verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 DESCRIPTION = """\
@@ -116,7 +114,7 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
                 lock.check()
                 store = open_store(file.folder)
                 with contextlib.suppress(FileNotFoundError):  # deleted by another process
-                    object_directory.delete(store, file.name)
+                    autosave_files.delete(store, file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
             lock.check()

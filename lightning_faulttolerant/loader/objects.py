@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.loader.exactness import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.loader.samplers import index_sampler
-from lightning_faulttolerant.loader.tracked_class import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.state.objects.kinds import Namespace, has_state_methods, is_shared, is_walked
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState

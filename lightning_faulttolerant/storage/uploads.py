@@ -14,8 +14,8 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.atomic_file import temporary_name
 from lightning_faulttolerant.storage.file_systems import is_azure, is_gcs, is_s3, move, remote_errors
+from lightning_faulttolerant.storage.local import temporary_name
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

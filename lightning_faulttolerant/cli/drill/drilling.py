@@ -31,7 +31,6 @@ from lightning_faulttolerant.cli.drill.comparison import (
 )
 from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import EXCEPTION, DrillProcess, DrillSettings, tail_of
-from lightning_faulttolerant.cli.drill.progress import Progress
 from lightning_faulttolerant.cli.drill.result import (
     INTERRUPTED,
     NOT_JUDGED,
@@ -41,6 +40,7 @@ from lightning_faulttolerant.cli.drill.result import (
     DrillResult,
     DrillVerdict,
     Point,
+    Progress,
     RunOfDrill,
     Strike,
 )

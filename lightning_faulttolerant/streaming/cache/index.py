@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
-from lightning_faulttolerant.storage.atomic_file import atomic_writer
+from lightning_faulttolerant.storage.local import atomic_writer
 from lightning_faulttolerant.streaming.cache import shard_files
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
 from lightning_faulttolerant.streaming.cache.locks import locked

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lightning_faulttolerant.processes import this_boot
-from lightning_faulttolerant.storage.atomic_file import (
+from lightning_faulttolerant.storage.local import (
     atomic_writer,
     is_of_this_process,
     is_unchanged_for_long,

@@ -12,13 +12,14 @@ import re
 from dataclasses import replace
 from typing import final
 
-from lightning_faulttolerant.checkpoint.autosave_directory import (
+from lightning_faulttolerant.checkpoint.autosave_files import (
     AUTOSAVE_NAME,
     KEPT_FOLDER,
     SUPERSEDED_NAME,
     fit_number,
+    is_kept,
+    kept_paths,
 )
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_paths
 from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_files import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER

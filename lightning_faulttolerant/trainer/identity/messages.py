@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord
 from lightning_faulttolerant.storage.store import is_url

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import (

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.process_end import leave_process
 from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.processes import leave_process
 from lightning_faulttolerant.records.replay import (
     ENDED,
     LEFT,

@@ -8,12 +8,11 @@ import stat
 from collections.abc import Mapping
 from typing import Any, final
 
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.rank_states import check
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, RANKS
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.trust import lines_to_allow, why_not_trusted
+from lightning_faulttolerant.checkpoint.trust import Packed, classes_in, lines_to_allow, unpack, why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.objects.leaves import has_pickles, unpickled

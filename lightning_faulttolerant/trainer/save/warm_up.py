@@ -11,7 +11,7 @@ import io
 
 import torch
 
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.saving import save_to_file
 from lightning_faulttolerant.trainer.compat import import_for_dump
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.processes import end_process
 
 _log = logging.getLogger(__name__)
 
