@@ -40,7 +40,7 @@ LAYERS = (
     ("streaming",),
     ("supervision",),
     ("storage",),
-    ("errors", "processes", "records", "translation"),
+    ("errors", "processes", "records"),
     ("advice", "clock", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
@@ -65,7 +65,6 @@ THIRD_PARTY = {
     "errors": set(),
     "processes": set(),
     "records": set(),
-    "translation": set(),
     "twin": set(),
 }
 # The second copy of the trainer package is created with these names. Only annotations may import them.

@@ -15,6 +15,12 @@ resume does not choose from that directory: it stays when a run has finished, an
 
 Bases are files with the tensors that autosaves share. The name of an autosave has the key of the one that it refers to.
 So the names in a directory show which are used, even if an autosave is damaged.
+
+Keep the autosaves of one run: name them, find the newest that verifies, delete the old ones.
+
+After the first save has returned, an autosave that verified when it was written always exists. This module never
+touches a file that it did not write. The files of incidents are next to the autosaves of a fit, never pruned, and never
+among those that a resume chooses.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from lightning_faulttolerant.checkpoint.manifest import (
     this_process,
 )
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
 from lightning_faulttolerant.storage.local import Listing, fsync_directory, make_directory, target_name, temporary_name
 from lightning_faulttolerant.storage.store import Store, create_file, is_url
 
@@ -406,3 +413,13 @@ def _is_settled(store: Store, name: str) -> bool:
         return time.time() - os.stat(store.path(name)).st_mtime > _SETTLED_AFTER_SECONDS
     except FileNotFoundError:
         return False
+
+
+def incident_paths(store: Store) -> list[str]:
+    """Return the paths of the checkpoints of a fit's incidents, in the order of their steps.
+
+    Args:
+        store: The directory of the fit.
+    """
+    names = [name for name in store.folder(INCIDENTS_FOLDER).names() if step_of_incident(name) is not None]
+    return [store.path(f"{INCIDENTS_FOLDER}/{name}") for name in sorted(names, key=lambda name: (len(name), name))]

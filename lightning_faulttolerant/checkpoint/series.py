@@ -1,7 +1,8 @@
 """Keep the autosaves of one run: name them, find the newest that verifies, delete the old ones.
 
 After the first save has returned, an autosave that verified when it was written always exists. This module never
-touches a file that it did not write.
+touches a file that it did not write. The files of incidents are next to the autosaves of a fit, never pruned, and never
+among those that a resume chooses.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_files
@@ -42,9 +44,10 @@ from lightning_faulttolerant.storage.local import (
     is_of_this_process,
     is_unchanged_for_long,
     leftovers,
+    remove_abandoned,
     target_name,
 )
-from lightning_faulttolerant.storage.store import Store, is_url, open_store
+from lightning_faulttolerant.storage.store import Store, is_url, local_path, open_store
 
 _logger = logging.getLogger(__name__)
 
@@ -463,3 +466,33 @@ def _is_not_empty(store: Store, name: str) -> bool:
         return bool(os.listdir(store.path(name)))
     except FileNotFoundError:
         return False
+
+
+def save_incident(series: AutosaveSeries, checkpoint: dict[str, object], name: str) -> str:
+    """Write the checkpoint of an incident, and verify it.
+
+    Args:
+        series: The autosaves of the fit.
+        checkpoint: A dict that ``torch.save`` can write.
+        name: Its name.
+
+    Returns:
+        Its path or URL.
+
+    Raises:
+        OSError: If it can't be written.
+        DamagedCheckpointError: If it doesn't verify. It is deleted then.
+        RunInUseError: If another process has taken over the directory; nothing was changed.
+    """
+    place = f"{INCIDENTS_FOLDER}/{name}"
+    path = series.store.path(place)
+    if not is_url(path):
+        remove_abandoned(Path(local_path(path)).parent)  # what a killed process has left
+    with series.store.writer(place) as file:
+        save_to_file(checkpoint, file)
+        series.check()
+        damage = None if is_url(path) else read_back(file)
+    if damage is not None:
+        series.store.delete(place)
+        raise DamagedCheckpointError(f"{path} does not read back as it was written: {damage}") from damage
+    return path

@@ -25,7 +25,7 @@ _COMMANDS = {
     "discard": ("discarding", "let the next start of a run begin from the beginning"),
     "prune": ("pruning", "delete old autosaves"),
     "export": ("exporting", "make one plain file of an autosave that shares tensors with others"),
-    "report": ("report.command", "show the history of a run, and where its time went"),
+    "report": ("report", "show the history of a run, and where its time went"),
     "run": ("run", "run a script, and start it again after each failure, until it ends"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
     "replay": ("replay", "run a step of a run again, exactly as it was"),

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_work
 
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.foreign import is_loader_of, refills_its_buffer, why_drawn_by_the_clock
-from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
+from lightning_faulttolerant.loader.data_sets import is_loader_of, refills_its_buffer, why_drawn_by_the_clock
+from lightning_faulttolerant.loader.data_sets import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.samplers import has_state, state_of, what_is_not_plain
 from lightning_faulttolerant.state.objects.kinds import has_state_methods
 from lightning_faulttolerant.state.objects.users import names_in_code, names_in_libraries

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.data_sets import Values, ValuesOfDataset, refills_its_buffer
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import Values, ValuesOfDataset, refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
 from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state

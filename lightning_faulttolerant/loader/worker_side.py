@@ -28,7 +28,7 @@ from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state import rng
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.modules import users_variables
+from lightning_faulttolerant.state.objects.walk import users_variables
 from lightning_faulttolerant.state.rng import look, rng_state, set_rng_state
 
 

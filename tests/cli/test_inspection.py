@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined
+from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.cli import found as part
 from lightning_faulttolerant.cli import inspection

@@ -46,7 +46,7 @@ from lightning_faulttolerant.cli.drill.result import (
 )
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.strikes import counted_batches, stretches_of, strikes_of
-from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.cli.text import plural
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 

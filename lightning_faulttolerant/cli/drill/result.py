@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from lightning_faulttolerant.cli.page.numbers import plural
-from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.cli.text import plural, safe
 
 _PLAIN_EVERY_SECONDS = 10.0
 

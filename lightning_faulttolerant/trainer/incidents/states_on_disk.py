@@ -16,7 +16,7 @@ from typing import Any, final
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_faulttolerant.checkpoint.rank_states import StateBytes
+from lightning_faulttolerant.checkpoint.ranks import StateBytes
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.incidents import incident_name
 from lightning_faulttolerant.storage.store import Store, open_file

@@ -8,8 +8,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.autosave_files import kept_paths, sequence_of
-from lightning_faulttolerant.checkpoint.incident_files import incident_paths
+from lightning_faulttolerant.checkpoint.autosave_files import incident_paths, kept_paths, sequence_of
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
-from lightning_faulttolerant.checkpoint.rank_states import check
+from lightning_faulttolerant.checkpoint.ranks import check
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, RANKS
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import Packed, classes_in, lines_to_allow, unpack, why_not_trusted

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, limit, parse_bytes, shard_files
-from lightning_faulttolerant.streaming.cache.locks import FileLock
-from lightning_faulttolerant.streaming.cache.shard_files import LOCK_SUFFIX
+from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, parse_bytes
+from lightning_faulttolerant.streaming.cache import directory as shard_files
+from lightning_faulttolerant.streaming.cache import shard_files as limit
+from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
 from tests.streaming.cache.children import child, run_all, wait_for
 from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write
 
