@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.baseline import (
     MANY_ITEMS,
-    SMALL_BYTES,
     Mark,
     hold,
-    is_readable,
     length_mark,
     mark_of,
     plain_data_mark,
+    records_of,
     sample_mark,
 )
 from lightning_faulttolerant.state.objects.graph import (
@@ -48,7 +47,6 @@ from lightning_faulttolerant.state.objects.graph import (
     of_namespace,
 )
 from lightning_faulttolerant.state.objects.kinds import Namespace
-from lightning_faulttolerant.state.objects.records import records_of
 from lightning_faulttolerant.state.objects.users import (
     global_path,
     is_detached,
@@ -59,6 +57,7 @@ from lightning_faulttolerant.state.objects.users import (
     is_users_module,
 )
 from lightning_faulttolerant.state.reachable import has_dict, is_generator
+from lightning_faulttolerant.state.tensors import SMALL_BYTES, is_readable
 
 _FIRST_COPY = 2
 
