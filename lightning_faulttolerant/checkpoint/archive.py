@@ -412,3 +412,63 @@ def _read(file: IO[bytes], num_bytes: int) -> bytes:
     data = file.read(num_bytes)
     _demand(len(data) == num_bytes, _TOO_SHORT)
     return data
+
+
+class FileWindow:
+    """Reads a part of a file through a buffer, and skips unneeded bytes.
+
+    Args:
+        file: Open for reading, seekable.
+        begin: The position of the part in the file.
+        end: The position after it.
+    """
+
+    def __init__(self, file: IO[bytes], *, begin: int, end: int) -> None:
+        self._file = file
+        self._next = begin  # the end of the buffer in the file
+        self._end = end
+        self._buffer = b""
+        self._at = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next bytes, or raise ValueError if there are fewer."""
+        end = self._at + num_bytes
+        if end > len(self._buffer):
+            self._fill(num_bytes)
+            end = num_bytes
+        data = self._buffer[self._at : end]
+        self._at = end
+        return data
+
+    def skip(self, num_bytes: int) -> None:
+        """Leave the next bytes out, or raise ValueError if there are fewer."""
+        in_buffer = min(num_bytes, len(self._buffer) - self._at)
+        self._at += in_buffer
+        self._next += num_bytes - in_buffer
+        if self._next > self._end:
+            raise ValueError("it ends too early")
+
+    def line(self) -> bytes:
+        """Return the bytes up to a newline, without it."""
+        end = self._buffer.find(b"\n", self._at)
+        if end < 0:
+            self._fill(0)
+            end = self._buffer.find(b"\n")
+        if end < 0:
+            raise ValueError("one of its lines does not end")
+        data = self._buffer[self._at : end]
+        self._at = end + 1
+        return data
+
+    def _fill(self, num_wanted: int) -> None:
+        left = self._buffer[self._at :]
+        num_bytes = min(max(_WINDOW_BYTES, num_wanted) - len(left), self._end - self._next)
+        self._file.seek(self._next, os.SEEK_SET)
+        data = self._file.read(max(0, num_bytes))
+        self._next += len(data)
+        self._buffer, self._at = left + data, 0
+        if len(self._buffer) < num_wanted:
+            raise ValueError("it ends too early")
+
+
+_WINDOW_BYTES = 64 * 1024

@@ -15,12 +15,6 @@ resume does not choose from that directory: it stays when a run has finished, an
 
 Bases are files with the tensors that autosaves share. The name of an autosave has the key of the one that it refers to.
 So the names in a directory show which are used, even if an autosave is damaged.
-
-Keep the autosaves of one run: name them, find the newest that verifies, delete the old ones.
-
-After the first save has returned, an autosave that verified when it was written always exists. This module never
-touches a file that it did not write. The files of incidents are next to the autosaves of a fit, never pruned, and never
-among those that a resume chooses.
 """
 
 from __future__ import annotations

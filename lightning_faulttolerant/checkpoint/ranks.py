@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
-from lightning_faulttolerant.checkpoint.described import TensorInfo
 from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.pickled import TensorInfo
 from lightning_faulttolerant.checkpoint.saving import Staging, save_to_file
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
 from lightning_faulttolerant.checkpoint.summary import read_summary

@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
 from lightning_faulttolerant.checkpoint.archive import UNREADABLE, is_legacy
-from lightning_faulttolerant.checkpoint.described import LongData, Made, Storage, TensorInfo
-from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
+from lightning_faulttolerant.checkpoint.pickled import (
+    LongData,
+    Made,
+    Storage,
+    TensorInfo,
+    TooLargePickleError,
+    UnreadablePickleError,
+    describe_pickle,
+)
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, states_in
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
