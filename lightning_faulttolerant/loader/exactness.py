@@ -27,7 +27,7 @@ from lightning_faulttolerant.loader.data_sets import is_loader_of, refills_its_b
 from lightning_faulttolerant.loader.data_sets import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.samplers import has_state, state_of, what_is_not_plain
 from lightning_faulttolerant.state.objects.kinds import has_state_methods
-from lightning_faulttolerant.state.objects.users import names_in_code, names_in_libraries
+from lightning_faulttolerant.state.reachable import names_in_code, names_in_libraries
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 
 REPLAYED = "is_replayed_by_fault_tolerance"

@@ -22,9 +22,9 @@ from lightning_faulttolerant.loader.exactness import TORCHS, has_own_class, name
 from lightning_faulttolerant.loader.samplers import index_sampler
 from lightning_faulttolerant.state.objects.kinds import Namespace, has_state_methods, is_shared, is_walked
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.users import is_global, names_in_libraries
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of, users_namespaces
 from lightning_faulttolerant.state.packing import digests_of
+from lightning_faulttolerant.state.reachable import is_global, names_in_libraries
 
 _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")

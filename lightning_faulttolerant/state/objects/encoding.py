@@ -42,8 +42,7 @@ from lightning_faulttolerant.state.objects.leaves import (
     plain_of,
     why_not,
 )
-from lightning_faulttolerant.state.objects.users import is_users
-from lightning_faulttolerant.state.reachable import is_generator
+from lightning_faulttolerant.state.reachable import is_generator, is_users
 from lightning_faulttolerant.state.tensors import shard_of
 
 _PLAIN = frozenset({type(None), bool, int, float})

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
-from lightning_faulttolerant.state.objects.users import is_users_function
 from lightning_faulttolerant.state.packing import POOL, is_packed
+from lightning_faulttolerant.state.reachable import is_users_function
 
 
 class CantCarryError(Exception):

@@ -47,16 +47,17 @@ from lightning_faulttolerant.state.objects.graph import (
     of_namespace,
 )
 from lightning_faulttolerant.state.objects.kinds import Namespace
-from lightning_faulttolerant.state.objects.users import (
+from lightning_faulttolerant.state.reachable import (
     global_path,
+    has_dict,
     is_detached,
     is_detached_class,
+    is_generator,
     is_librarys,
     is_users,
     is_users_function,
     is_users_module,
 )
-from lightning_faulttolerant.state.reachable import has_dict, is_generator
 from lightning_faulttolerant.state.tensors import SMALL_BYTES, is_readable
 
 _FIRST_COPY = 2

@@ -25,8 +25,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_faulttolerant.state.objects.users import file_of, is_users_file
-from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.state.reachable import file_of, is_users_file, own_dict
 from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.functions import FIT
 from lightning_faulttolerant.trainer.identity import compat

@@ -34,7 +34,7 @@ from lightning_faulttolerant.records.runs import (
     record_from_json,
     registry_at,
 )
-from lightning_faulttolerant.state.objects.users import file_of, is_users_file
+from lightning_faulttolerant.state.reachable import file_of, is_users_file
 from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
 # The number of the task in a job array. A job's own id changes each time it is submitted.

@@ -29,7 +29,7 @@ from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.users import is_global, is_librarys, names_in_code
+from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
