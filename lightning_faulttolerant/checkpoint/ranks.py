@@ -32,8 +32,7 @@ from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.pickled import TensorInfo
 from lightning_faulttolerant.checkpoint.saving import Staging, save_to_file
-from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, states_in
-from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, read_summary, states_in
 from lightning_faulttolerant.checkpoint.verify import (
     damage_named,
     is_no_file,

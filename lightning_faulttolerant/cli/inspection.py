@@ -16,7 +16,7 @@ from typing import IO, Any
 from lightning_faulttolerant.checkpoint.joined_file import references_in
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.pickled import LongData, Made, Named, Storage, TensorInfo
-from lightning_faulttolerant.checkpoint.summary import Summary, read_state_summaries, read_summary, walk
+from lightning_faulttolerant.checkpoint.schema import Summary, read_state_summaries, read_summary, walk
 from lightning_faulttolerant.cli.found import content_path, mapping, open_checkpoint, own_mapping, part_of, whole_number
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
 from lightning_faulttolerant.errors import DamagedCheckpointError

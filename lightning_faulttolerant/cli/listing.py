@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from lightning_faulttolerant.checkpoint.autosave_files import is_kept
-from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli import found as part
 from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs

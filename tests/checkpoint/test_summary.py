@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_faulttolerant.checkpoint.pickled import TensorInfo
-from lightning_faulttolerant.checkpoint.summary import Summary, read_summary
+from lightning_faulttolerant.checkpoint.schema import Summary, read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -19,7 +19,7 @@ from lightning_faulttolerant.streaming.cache.shard_files import (
     publish,
     size_fault,
 )
-from lightning_faulttolerant.streaming.format.compression import decompress_file
+from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, is_known_hash
 
 Opened = TypeVar("Opened")

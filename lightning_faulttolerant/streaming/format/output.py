@@ -22,7 +22,7 @@ import fsspec
 
 from lightning_faulttolerant.storage.local import atomic_writer
 from lightning_faulttolerant.storage.store import is_url, local_path
-from lightning_faulttolerant.streaming.format.compression import FAMILIES
+from lightning_faulttolerant.streaming.format.codecs import FAMILIES
 from lightning_faulttolerant.streaming.format.encoding import extra
 from lightning_faulttolerant.streaming.format.index import FORMATS, INDEX_BASENAME, VERSION, parse_index
 

@@ -15,9 +15,8 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.ranks import RankReader, Ranks, identity_of
-from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in
+from lightning_faulttolerant.checkpoint.schema import KEY, CheckpointPart, checked_part, part_in, read_summary
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import Parent
