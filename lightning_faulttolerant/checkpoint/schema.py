@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Final, TypedDict, Union, cast, final, get_args, get_origin, get_type_hints, is_typeddict
 
-from lightning_faulttolerant.checkpoint.archive import UNREADABLE, is_legacy
+from lightning_faulttolerant.checkpoint.archive import LOCAL_HEADER, UNREADABLE, is_legacy
 from lightning_faulttolerant.checkpoint.pickled import (
     LongData,
     Made,
@@ -249,7 +249,6 @@ def _classes_of(hint: Any) -> tuple[type, ...]:
 
 _PICKLE_NAME = "data.pkl"
 _STORAGES_NAME = "data/"
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _NUMBER_BYTES = 8
 _64_BIT = 1 << 63
 
@@ -411,11 +410,11 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
 
 def _begin_of_content(file: IO[bytes], header_offset: int, name: str) -> int:
     file.seek(header_offset)
-    header = file.read(_LOCAL_HEADER.size)
-    if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
+    header = file.read(LOCAL_HEADER.size)
+    if len(header) < LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
         raise ValueError(f"record {name} does not begin where the directory says")
-    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    return header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+    *_, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
+    return header_offset + LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def walk(values: Iterable[object]) -> Iterable[object]:

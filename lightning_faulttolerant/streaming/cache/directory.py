@@ -192,6 +192,7 @@ def _lock(descriptor: int) -> bool:
 
 
 MARKS_DIRECTORY = ".faulttolerant"
+"""The folder of marks and locks, in the directory of the cache."""
 MARK_SUFFIX = ".mark"
 
 
@@ -310,6 +311,7 @@ def remove_leftovers(directory: str) -> None:
 
 LOCK_SUFFIX = ".lock"
 OTHER_INDEX = "index-"
+"""The prefix of a folder that holds the shards of another index."""
 
 INDEX_NAME = "index.json"
 _DIGEST_CHARACTERS = 16

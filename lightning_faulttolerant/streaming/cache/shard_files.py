@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol, final
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.storage.local import target_name
-from lightning_faulttolerant.streaming.cache import directory as shard_files
 from lightning_faulttolerant.streaming.cache.directory import (
     LOCK_SUFFIX,
     MARK_SUFFIX,
@@ -38,7 +37,6 @@ from lightning_faulttolerant.streaming.cache.directory import (
 from lightning_faulttolerant.streaming.cache.downloads import pause
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, digest
 
-"""The folder of marks and locks, in the directory of the cache."""
 CRC32 = "crc32"
 
 _BLOCK_BYTES = 1 << 20
@@ -53,8 +51,6 @@ def crc32(path: str) -> str:
             checksum = zlib.crc32(memoryview(block)[:num_bytes], checksum)
     return f"{checksum:08x}"
 
-
-"""The prefix of a folder that holds the shards of another index."""
 
 _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
@@ -437,7 +433,7 @@ class CacheLimit:
         """
         num_bytes = cache.num_bytes_of(shard)
         begin = time.monotonic()
-        directory = os.path.join(min(self._caches), shard_files.MARKS_DIRECTORY)
+        directory = os.path.join(min(self._caches), MARKS_DIRECTORY)
         os.makedirs(directory, exist_ok=True)
         while True:
             with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):
