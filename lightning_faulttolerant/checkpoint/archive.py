@@ -1,4 +1,11 @@
-"""The zip file of ``torch.save``: its format, its writer, and a check that each byte is as it was written."""
+"""The zip file of ``torch.save``: its format, its writer, and a check that each byte is as it was written.
+
+A zip file states most facts twice, and readers believe one place and ignore the other. Here all places must agree,
+records must follow one another without a gap, and each record's CRC32 must be right. Nothing is unpickled.
+
+The bytes before, between, and after the contents depend only on names, sizes, and checksums. So a file can also be read
+as it would be, before anybody writes it. Files are read in chunks into one piece of memory.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,10 @@
 """Charts as inline SVG with letters and lines of constant size at any width of the page.
 
-Scales map values to places between 0 and 1, with ticks where a reader expects them.
+Horizontal positions are percentages of the chart's width. The height is fixed, in pixels. SVG can't take percentages
+for curves, so curves are in a separate, stretched picture, whose lines are not stretched.
+
+Scales map values to places between 0 and 1, with ticks where a reader expects them. Long series are thinned without a
+visible change: the extremes are kept.
 """
 
 from __future__ import annotations
