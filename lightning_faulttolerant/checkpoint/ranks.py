@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint import autosave_files
-from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.pickled import TensorInfo
@@ -434,7 +433,7 @@ class RankReader:
         directory = local_path(path)
         if verifies_all:
             autosave_files.verify(directory)
-        return self._load_file(os.path.join(directory, METADATA_NAME), verifies_all=verifies_all)
+        return self._load_file(os.path.join(directory, autosave_files.METADATA_NAME), verifies_all=verifies_all)
 
     def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
         with contextlib.ExitStack() as stack:

@@ -21,7 +21,6 @@ import torch
 
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
-from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
@@ -152,7 +151,7 @@ def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
         return load_file(path)
     directory = local_path(path)
     autosave_files.verify(directory)
-    return load_file(os.path.join(directory, METADATA_NAME))
+    return load_file(os.path.join(directory, autosave_files.METADATA_NAME))
 
 
 def verify_autosave(path: str | os.PathLike[str]) -> Verification:

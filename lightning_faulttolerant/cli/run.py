@@ -13,7 +13,6 @@ import functools
 import os
 import shlex
 import sys
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 from uuid import uuid4
@@ -152,7 +151,7 @@ class SupervisedAgent(LocalElasticAgent):
         self._supervisor.exit_codes = tuple(handler.proc.returncode for handler in handlers.values())
 
 
-def run_supervised(arguments: Namespace, supervisor: Supervisor) -> int:
+def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
     """Run torchrun with our agent; return the exit code.
 
     Args:

@@ -10,7 +10,6 @@ must cost next to nothing while nothing changes.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import operator
@@ -20,7 +19,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,7 +45,6 @@ from lightning_faulttolerant.state.objects.graph import (
     of_module,
     of_namespace,
 )
-from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.reachable import (
     global_path,
     has_dict,
@@ -74,18 +72,18 @@ class _Detached:
         self.__dict__ = variables
 
 
-def users_namespaces(roots: Mapping[str, object]) -> dict[str, Namespace]:
+def users_namespaces(roots: Mapping[str, object]) -> dict[str, kinds.Namespace]:
     """Return the globals of the user's modules, and the attributes of the classes defined there, by name.
 
     Args:
         roots: Objects whose classes may have globals without a module, or mappings and sequences of such objects.
     """
-    found: dict[str, Namespace] = {}
+    found: dict[str, kinds.Namespace] = {}
     for name, module in _with_detached(_users_modules(), roots):
-        found[global_path(name)] = Namespace(owner=module)
+        found[global_path(name)] = kinds.Namespace(owner=module)
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == vars(module).get("__name__"):
-                found[global_path(name, value.__qualname__)] = Namespace(owner=value)
+                found[global_path(name, value.__qualname__)] = kinds.Namespace(owner=value)
     return found
 
 
@@ -103,8 +101,8 @@ def _with_detached(
     found = {id(variables): variables for variables in (*_of_frames(), *_of_classes(roots)) if is_detached(variables)}
     for variables in found.values():
         own = str(variables.get("__name__"))
-        copies = (f"{own}~{number}" for number in itertools.count(_FIRST_COPY))
-        name = next(name for name in itertools.chain([own], copies) if name not in names)
+        copies = (f"{own}~{number}" for number in count(_FIRST_COPY))
+        name = next(name for name in chain([own], copies) if name not in names)
         names.add(name)
         yield name, _Detached(variables)
 
