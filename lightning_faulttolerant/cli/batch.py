@@ -31,10 +31,10 @@ from lightning_faulttolerant.cli.text import (
     safe,
 )
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches, deal_from_json
-from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, Parent, name_of, parent_from
+from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, name_of
 from lightning_faulttolerant.records.lines import Line, parse_lines
-from lightning_faulttolerant.records.runs import LOOKUP_VARIABLE, read_lookup
-from lightning_faulttolerant.records.skips import in_words
+from lightning_faulttolerant.records.requests import skips_in_words
+from lightning_faulttolerant.records.runs import LOOKUP_VARIABLE, Parent, parent_from, read_lookup
 from lightning_faulttolerant.state.packing import unpack_blobs
 from lightning_faulttolerant.storage.store import open_file, open_store
 
@@ -338,7 +338,7 @@ def _show_batch(
         print(safe(f"Epoch {epoch} of fit {fit} has no batch {batch}."))
         return _NONE
     skipped = ", which was left out" if place in known.skipped else ""
-    print(safe(f"{in_words(place).capitalize()} of fit {fit}{skipped} ({directory})"))
+    print(safe(f"{skips_in_words(place).capitalize()} of fit {fit}{skipped} ({directory})"))
     for name, samples in found.items():
         for rank, indices in enumerate(samples or ()):
             on = f"rank {rank}, " if len(samples or ()) > 1 else ""
@@ -367,7 +367,7 @@ def _show_sample(sample: int, known: KnownOrders, directory: str, *, fit: int) -
                 on = f", rank {rank}" if deal.share.num_ranks > 1 else ""
                 several = f" of {name}" if len(deals) > 1 else ""
                 skipped = ", which was left out" if (epoch, batch) in known.skipped else ""
-                lines.append(f"  {in_words((epoch, batch))}{several}{on}, row {row}{skipped}")
+                lines.append(f"  {skips_in_words((epoch, batch))}{several}{on}, row {row}{skipped}")
     print(safe(f"Sample {sample} in fit {fit} ({directory})"))
     for line in lines or ["  in no batch of the epochs that are known"]:
         print(line)

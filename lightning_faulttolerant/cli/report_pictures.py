@@ -43,7 +43,8 @@ from lightning_faulttolerant.records.goodput import (
     ChapterReport,
     Segment,
 )
-from lightning_faulttolerant.records.history import Autosave, FitHistory, Parent, RunHistory
+from lightning_faulttolerant.records.history import Autosave, FitHistory, RunHistory
+from lightning_faulttolerant.records.runs import Parent
 
 KIND_NAMES = {
     goodput.TRAINING: "training that counted",

@@ -137,11 +137,6 @@ def rng_state() -> dict[str, bytes]:
     return dict(_GLOBALS.look())
 
 
-def look() -> Mapping[str, bytes]:
-    """Return what `rng_state` returns: the same object, if nothing has changed since the last call."""
-    return _GLOBALS.look()
-
-
 def torch_rng_state() -> dict[str, bytes]:
     """Return the state of torch's global generator alone."""
     return {"torch": _GLOBALS.look()["torch"]}
@@ -214,6 +209,7 @@ class _GlobalGenerators:
         self._numpy: NumpyMemory | None = None
         self._torch: TorchMemory | None = None
         self._last: Mapping[str, bytes] = {}
+        self._last_of_all: Mapping[str, bytes] = {}
         self._saved: SavedGlobals | None = None
         self._watch = _Watch()
 
@@ -233,12 +229,15 @@ class _GlobalGenerators:
             or (numpy_random is not None and numpy_random.get_state is not watch.getter_of_numpy)
             or (numpy_random is not None and watch.numpy._bit_generator is not watch.bits)
             or torch.default_generator is not watch.torch
-            or (torch.cuda is not _WITHOUT_CUDA and _is_initialised("cuda"))
-            or (torch.xpu is not _WITHOUT_XPU and _is_initialised("xpu"))
         ):
             states = self._read()
             self._last = self._last if self._last == states else states
-            return {**self._last, **of_devices} if (of_devices := _states_of_devices()) else self._last
+        if (torch.cuda is not _WITHOUT_CUDA and _is_initialised("cuda")) or (
+            torch.xpu is not _WITHOUT_XPU and _is_initialised("xpu")
+        ):
+            states = {**self._last, **_states_of_devices()}
+            self._last_of_all = self._last_of_all if self._last_of_all == states else states
+            return self._last_of_all
         return self._last
 
     def save(self) -> SavedGlobals:
@@ -300,10 +299,12 @@ def _by_getter(name: str) -> bytes:
 
 _GLOBALS = _GlobalGenerators()
 
+look = _GLOBALS.look
+"""Returns what `rng_state` returns: the same object, if nothing has changed since the last call."""
 
-def saved_globals() -> SavedGlobals:
-    """Return the states of the global generators of Python, NumPy (if imported), and torch, for `restore_globals`."""
-    return _GLOBALS.save()
+
+saved_globals = _GLOBALS.save
+"""Returns the states of the global generators of Python, NumPy (if imported), and torch, for `restore_globals`."""
 
 
 def restore_globals(saved: SavedGlobals) -> None:
