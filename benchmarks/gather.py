@@ -37,7 +37,7 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import TimedModel, be_quiet, fit, machine
 from benchmarks.size import KEY, DrawAtEachStep, DrawingDataset
 from lightning_faulttolerant import FaultTolerance, atomic_torch_save
-from lightning_faulttolerant.checkpoint.rank_states import RankReader, as_bytes, joined, packed_state
+from lightning_faulttolerant.checkpoint.ranks import RankReader, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from lightning_faulttolerant.trainer.ranks.gather import full_state, state_of

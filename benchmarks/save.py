@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import BareRandomDataset, be_quiet, fit, machine
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter, Staging
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, Staging
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of

@@ -24,8 +24,8 @@ from lightning_faulttolerant.errors import (
 )
 
 if TYPE_CHECKING:
-    from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.records.incidents import MeasuredStep
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
@@ -101,7 +101,7 @@ _LAZY = {
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "TimestampedTimer": "lightning_faulttolerant.samplers.metrics",
-    "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
+    "atomic_torch_save": "lightning_faulttolerant.checkpoint.saving",
 }
 
 # The original library's spelling of its samplers.

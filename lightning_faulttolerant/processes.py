@@ -1,11 +1,20 @@
-"""Questions about other processes on this machine, and which machine this is."""
+"""Processes: which are alive on this machine, which belong together, and how this one ends.
+
+It ends with a call that comes early enough to reach a remote store, or hard, if its main thread waits in a collective
+that no other rank joins.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
-from collections.abc import Mapping, Set
+import sys
+import threading
+from collections.abc import Callable, Mapping, Set
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 _SESSION, _STARTED_AT = 3, 19
 """The places of a process's session and start among the fields of its ``stat`` from its state on."""
@@ -106,3 +115,42 @@ def with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
+    """Call a function when the interpreter ends; it may be called twice.
+
+    Args:
+        function: Takes no arguments.
+        is_remote: Whether it needs the network.
+    """
+    import multiprocessing  # slow to import, and the command line does without it
+
+    atexit.register(function)
+    # asyncio resolves hosts in threads, and threads can't be started any more when the functions of atexit are called.
+    # A function that needs the network must run before. It is registered like the end of asyncio's own thread pool.
+    # (That pool registers itself when it is first used, and the functions are called in the reverse order.) These
+    # functions are also the only ones that a process of `multiprocessing` calls when it ends.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None and (is_remote or multiprocessing.parent_process() is not None):
+        register(function)
+
+
+def end_process(exit_code: int, why: str) -> None:
+    """End this process immediately, from any thread, and print the reason on stderr."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID") or "0"
+    with contextlib.suppress(OSError):
+        # Not sys.stderr: the main thread may hold its lock.
+        os.write(2, f"\n[rank {rank}] FaultTolerance: {why}\n".encode())
+    os._exit(exit_code)
+
+
+def leave_process(exit_code: int) -> NoReturn:
+    """End this process from its main thread: no hook, ``finally`` block, or exit handler runs, but all output is kept.
+
+    Args:
+        exit_code: The exit code.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

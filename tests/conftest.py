@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from lightning_faulttolerant.state.objects.modules import users_namespaces
+from lightning_faulttolerant.state.objects.walk import users_namespaces
 from tests.emulators import EMULATORS, WARNING, use_clients
 from tests.harness import durations, oldest
 from tests.harness.servers import server

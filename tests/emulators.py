@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_faulttolerant.state.objects.users import _installed
+from lightning_faulttolerant.state.reachable import _installed
 from tests.s3 import CREDENTIALS, client, free_port, start_listening
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-stores"

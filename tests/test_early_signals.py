@@ -162,10 +162,10 @@ def test_thread_installs_nothing() -> None:
 def test_command_line_ends_at_once() -> None:
     """The command line, which trains nothing, ends immediately."""
     ended = run(
-        "from lightning_faulttolerant.cli import command",
+        "from lightning_faulttolerant import cli",
         "from lightning_faulttolerant.early_signals import EARLY",
         NOTICE,
-        "command.main(['list'])",
+        "cli.main(['list'])",
     )
     assert ended.returncode == -10
     assert "No fit with FaultTolerance" in ended.stderr

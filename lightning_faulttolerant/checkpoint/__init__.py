@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
     from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
     from lightning_faulttolerant.checkpoint.manifest import Verification, read_manifest
+    from lightning_faulttolerant.checkpoint.saving import atomic_torch_save, atomic_write_bytes
     from lightning_faulttolerant.checkpoint.series import AutosaveSeries
     from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
-    from lightning_faulttolerant.storage.atomic_file import atomic_writer
+    from lightning_faulttolerant.storage.local import atomic_writer
     from lightning_faulttolerant.storage.lock import RunLock
     from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
@@ -39,9 +39,9 @@ _LAZY = {
     "AutosaveSeries": "lightning_faulttolerant.checkpoint.series",
     "RunLock": "lightning_faulttolerant.storage.lock",
     "Verification": "lightning_faulttolerant.checkpoint.manifest",
-    "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
-    "atomic_write_bytes": "lightning_faulttolerant.checkpoint.atomic",
-    "atomic_writer": "lightning_faulttolerant.storage.atomic_file",
+    "atomic_torch_save": "lightning_faulttolerant.checkpoint.saving",
+    "atomic_write_bytes": "lightning_faulttolerant.checkpoint.saving",
+    "atomic_writer": "lightning_faulttolerant.storage.local",
     "is_url": "lightning_faulttolerant.storage.store",
     "load_file": "lightning_faulttolerant.checkpoint.verify",
     "open_file": "lightning_faulttolerant.storage.store",

@@ -1,9 +1,10 @@
-"""Check that each byte of a ``torch.save`` file is as it was written.
+"""The zip file of ``torch.save``: its format, its writer, and a check that each byte is as it was written.
 
 A zip file states most facts twice, and readers believe one place and ignore the other. Here all places must agree,
 records must follow one another without a gap, and each record's CRC32 must be right. Nothing is unpickled.
 
-Files are read in chunks into one piece of memory.
+The bytes before, between, and after the contents depend only on names, sizes, and checksums. So a file can also be read
+as it would be, before anybody writes it. Files are read in chunks into one piece of memory.
 """
 
 from __future__ import annotations
@@ -12,67 +13,169 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol, final
 
-from lightning_faulttolerant.checkpoint.zip_records import (
-    CENTRAL_ENTRY,
-    DESCRIPTOR_FLAG,
-    END,
-    END64,
-    END64_LOCATOR,
-    LARGE_DESCRIPTOR,
-    LOCAL_HEADER,
-    MAX_32_BIT,
-    SMALL_DESCRIPTOR,
-    UTF8_FLAG,
-    capped,
-)
+from lightning_faulttolerant.checkpoint.checked_file import TOO_SHORT, Content, content_damage
 
-# The interpreter lock is released and taken back for each chunk. That may take 5 ms each time while other Python
-# code runs.
-CHUNK_BYTES = 8 * 1024 * 1024
+# As torch.save: https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc
+_PREFIX = "archive/"
+_ALIGNMENT = 64
+_ZIP64, _PADDING = 1, b"FB"
+_MADE_BY, _NEEDED = 0x031E, 45
+DESCRIPTOR_FLAG, UTF8_FLAG = 0x0008, 0x0800
+"""A descriptor follows the content; names are UTF-8."""
+_FLAGS = DESCRIPTOR_FLAG | UTF8_FLAG
+MAX_32_BIT = 0xFFFFFFFF
+_MAX_16_BIT = 0xFFFF
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+SMALL_DESCRIPTOR, LARGE_DESCRIPTOR = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+CENTRAL_ENTRY = struct.Struct("<4s6H3I5H2I")
+END64 = struct.Struct("<4sQ2H2I4Q")
+END64_LOCATOR = struct.Struct("<4sIQI")
+END = struct.Struct("<4s4H2IH")
 
-
-def read_chunks(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
-    """Read from a file's current position; each chunk is overwritten by the next.
-
-    Args:
-        file: Open for reading.
-        num_bytes: The maximum. The chunks have fewer bytes in total if the file ends before.
-
-    Yields:
-        Chunks of 1 byte to ``CHUNK_BYTES``.
-
-    Raises:
-        OSError: If the file can't be read.
-    """
-    memory = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
-    while num_bytes:
-        room = memory[:num_bytes]
-        num_read = read_into(file, room)
-        if not num_read:
-            return
-        yield room[:num_read]
-        num_bytes -= num_read
+VERSION_RECORD = ("version", b"3\n")
+"""The name and the content of the record with the version of torch's format."""
 
 
-def read_into(file: IO[bytes], room: memoryview) -> int:
-    """Read from a file's current position into memory, and return the number of bytes; 0 only at the end.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A record of a zip file.
 
     Args:
-        file: Open for reading.
-        room: The memory.
+        name: Its name, without the prefix that all of them have.
+        offset: Where its header begins.
+        num_bytes: The length of its content.
+        crc32: The checksum of its content.
     """
-    if hasattr(file, "readinto"):
-        return int(file.readinto(room) or 0)
-    data = file.read(len(room))  # not all of fsspec's files have readinto
-    room[: len(data)] = data
-    return len(data)
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        """Where the next record begins."""
+        return self.content_offset + self.num_bytes + len(self.descriptor())
+
+    @property
+    def content_offset(self) -> int:
+        """Where its content begins: at a multiple of 64, so that it can be mapped."""
+        return self.offset + len(self.header())
+
+    def header(self) -> bytes:
+        """Return the bytes before its content."""
+        name = self._name()
+        extra, size = b"", 0
+        if self._is_large():
+            extra, size = struct.pack("<2H2Q", _ZIP64, 16, self.num_bytes, self.num_bytes), MAX_32_BIT
+        begin = self.offset + LOCAL_HEADER.size + len(name) + len(extra) + 4
+        padding = -begin % _ALIGNMENT
+        extra += _PADDING + struct.pack("<H", padding) + b"Z" * padding
+        return LOCAL_HEADER.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+
+    def descriptor(self) -> bytes:
+        """Return the bytes after its content."""
+        layout = LARGE_DESCRIPTOR if self._is_large() else SMALL_DESCRIPTOR
+        return layout.pack(b"PK\x07\x08", self.crc32, self.num_bytes, self.num_bytes)
+
+    def entry(self) -> bytes:
+        """Return its entry in the directory at the end of the file."""
+        name = self._name()
+        numbers = [self.num_bytes] * 2 * self._is_large() + [self.offset] * (self.offset >= MAX_32_BIT)
+        extra = struct.pack(f"<2H{len(numbers)}Q", _ZIP64, 8 * len(numbers), *numbers) if numbers else b""
+        size, offset = min(self.num_bytes, MAX_32_BIT), min(self.offset, MAX_32_BIT)
+        lengths = (len(name), len(extra), 0)
+        fields = (0, 0, _FLAGS, 0, 0, 0, self.crc32, size, size, *lengths, 0, 0, 0, offset)
+        return CENTRAL_ENTRY.pack(b"PK\x01\x02", *fields) + name + extra
+
+    def _name(self) -> bytes:
+        return f"{_PREFIX}{self.name}".encode()
+
+    def _is_large(self) -> bool:
+        return self.num_bytes >= MAX_32_BIT
 
 
-_TOO_SHORT = "it ends too early"
+def capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Return numbers of records, twice, the length of the directory, and its place, as the short end states them."""
+    num_here, num_records, num_bytes, offset = counts
+    return (
+        min(num_here, _MAX_16_BIT),
+        min(num_records, _MAX_16_BIT),
+        min(num_bytes, MAX_32_BIT),
+        min(offset, MAX_32_BIT),
+    )
+
+
+def end_of(records: Sequence[Record]) -> bytes:
+    """Return the bytes after the last record: the directory, and its end.
+
+    Args:
+        records: All records in the order of the file, at least one.
+    """
+    directory, begin = b"".join(record.entry() for record in records), records[-1].end
+    counts = (len(records), len(records), len(directory), begin)
+    end64 = END64.pack(b"PK\x06\x06", 44, _MADE_BY, _NEEDED, 0, 0, *counts)
+    locator = END64_LOCATOR.pack(b"PK\x06\x07", 0, begin + len(directory), 1)
+    return directory + end64 + locator + END.pack(b"PK\x05\x06", 0, 0, *capped(counts), 0)
+
+
+class Sink(Protocol):
+    """Whatever takes all the bytes that it gets, or raises."""
+
+    def write(self, data: memoryview) -> object:
+        """Take bytes."""
+
+
+@final
+class RecordWriter:
+    r"""Writes the records of a file, one after the other.
+
+    Args:
+        sink: Takes the bytes, from the beginning of the file.
+
+    Example:
+        >>> import io, torch
+        >>> file = io.BytesIO()
+        >>> writer = RecordWriter(file)
+        >>> for name, content in (("data.pkl", b"\x80\x02K\x03."), VERSION_RECORD):
+        ...     _ = writer.add(name, [memoryview(content)])
+        >>> writer.end()
+        >>> _ = file.seek(0)
+        >>> torch.load(file, weights_only=True)
+        3
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._records: list[Record] = []
+
+    def add(self, name: str, pieces: Sequence[memoryview]) -> Record:
+        """Write a record.
+
+        Args:
+            name: Its name.
+            pieces: Its content, which must not change meanwhile.
+        """
+        num_bytes = sum(piece.nbytes for piece in pieces)
+        offset = self._records[-1].end if self._records else 0
+        self._sink.write(memoryview(Record(name=name, offset=offset, num_bytes=num_bytes, crc32=0).header()))
+        crc32 = 0
+        for piece in pieces:
+            crc32 = zlib.crc32(piece, crc32)
+            self._sink.write(piece)
+        record = Record(name=name, offset=offset, num_bytes=num_bytes, crc32=crc32)
+        self._sink.write(memoryview(record.descriptor()))
+        self._records.append(record)
+        return record
+
+    def end(self) -> None:
+        """Write the end of the file."""
+        self._sink.write(memoryview(end_of(self._records)))
+
 
 UNREADABLE = (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error)
 """What ``zipfile`` raises for a damaged file: errors of struct, of decoding, and of unsupported versions, too."""
@@ -83,29 +186,6 @@ _LEGACY_MAGIC_WITHIN_BYTES = 32
 
 
 _LARGE_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
-    """The values of a tensor in a file.
-
-    Args:
-        name: The name of the record.
-        offset: The first byte.
-        num_bytes: The length.
-        crc32: The checksum that was written.
-    """
-
-    name: str
-    offset: int
-    num_bytes: int
-    crc32: int
-
-    def damage(self, crc: int) -> str | None:
-        """Return what is wrong if the content that was read has another checksum."""
-        if crc == self.crc32:
-            return None
-        return f"record {self.name} has CRC32 {crc:08x}, but was written with {self.crc32:08x}"
 
 
 def find_damage(file: IO[bytes], *, without: str | None = None, later: list[Content] | None = None) -> str | None:
@@ -249,25 +329,7 @@ def _dos_time(record: zipfile.ZipInfo) -> tuple[int, int]:
 
 def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) -> None:
     damage = content_damage(file, _content(record, offset=file.tell()))
-    _demand(damage is None or (not checksum and damage != _TOO_SHORT), damage or "")
-
-
-def content_damage(file: IO[bytes], content: Content) -> str | None:
-    """Read a content and return what is wrong with it, or None.
-
-    Args:
-        file: Open for reading, seekable.
-        content: The content.
-
-    Raises:
-        OSError: If the file can't be read.
-    """
-    file.seek(content.offset)
-    crc, num_left = 0, content.num_bytes
-    for chunk in read_chunks(file, num_left):
-        crc = zlib.crc32(chunk, crc)
-        num_left -= len(chunk)
-    return _TOO_SHORT if num_left else content.damage(crc)
+    _demand(damage is None or (not checksum and damage != TOO_SHORT), damage or "")
 
 
 def _content(record: zipfile.ZipInfo, *, offset: int) -> Content:
@@ -326,5 +388,65 @@ def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> N
 
 def _read(file: IO[bytes], num_bytes: int) -> bytes:
     data = file.read(num_bytes)
-    _demand(len(data) == num_bytes, _TOO_SHORT)
+    _demand(len(data) == num_bytes, TOO_SHORT)
     return data
+
+
+class FileWindow:
+    """Reads a part of a file through a buffer, and skips unneeded bytes.
+
+    Args:
+        file: Open for reading, seekable.
+        begin: The position of the part in the file.
+        end: The position after it.
+    """
+
+    def __init__(self, file: IO[bytes], *, begin: int, end: int) -> None:
+        self._file = file
+        self._next = begin  # the end of the buffer in the file
+        self._end = end
+        self._buffer = b""
+        self._at = 0
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next bytes, or raise ValueError if there are fewer."""
+        end = self._at + num_bytes
+        if end > len(self._buffer):
+            self._fill(num_bytes)
+            end = num_bytes
+        data = self._buffer[self._at : end]
+        self._at = end
+        return data
+
+    def skip(self, num_bytes: int) -> None:
+        """Leave the next bytes out, or raise ValueError if there are fewer."""
+        in_buffer = min(num_bytes, len(self._buffer) - self._at)
+        self._at += in_buffer
+        self._next += num_bytes - in_buffer
+        if self._next > self._end:
+            raise ValueError("it ends too early")
+
+    def line(self) -> bytes:
+        """Return the bytes up to a newline, without it."""
+        end = self._buffer.find(b"\n", self._at)
+        if end < 0:
+            self._fill(0)
+            end = self._buffer.find(b"\n")
+        if end < 0:
+            raise ValueError("one of its lines does not end")
+        data = self._buffer[self._at : end]
+        self._at = end + 1
+        return data
+
+    def _fill(self, num_wanted: int) -> None:
+        left = self._buffer[self._at :]
+        num_bytes = min(max(_WINDOW_BYTES, num_wanted) - len(left), self._end - self._next)
+        self._file.seek(self._next, os.SEEK_SET)
+        data = self._file.read(max(0, num_bytes))
+        self._next += len(data)
+        self._buffer, self._at = left + data, 0
+        if len(self._buffer) < num_wanted:
+            raise ValueError("it ends too early")
+
+
+_WINDOW_BYTES = 64 * 1024

@@ -1,14 +1,102 @@
-"""Compare the values of tensors with their checksums as torch reads them, so that a file is read once, not twice."""
+"""Reads the contents of a checkpoint file, and compares them with their checksums.
+
+A file that torch loads is compared as torch reads it, so that it is read once, not twice.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import IO, Any, final
 
-from lightning_faulttolerant.checkpoint.archive import Content, content_damage, read_into
+# The interpreter lock is released and taken back for each chunk. That may take 5 ms each time while other Python
+# code runs.
+CHUNK_BYTES = 8 * 1024 * 1024
+
+
+def read_chunks(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
+    """Read from a file's current position; each chunk is overwritten by the next.
+
+    Args:
+        file: Open for reading.
+        num_bytes: The maximum. The chunks have fewer bytes in total if the file ends before.
+
+    Yields:
+        Chunks of 1 byte to ``CHUNK_BYTES``.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    memory = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+    while num_bytes:
+        room = memory[:num_bytes]
+        num_read = read_into(file, room)
+        if not num_read:
+            return
+        yield room[:num_read]
+        num_bytes -= num_read
+
+
+def read_into(file: IO[bytes], room: memoryview) -> int:
+    """Read from a file's current position into memory, and return the number of bytes; 0 only at the end.
+
+    Args:
+        file: Open for reading.
+        room: The memory.
+    """
+    if hasattr(file, "readinto"):
+        return int(file.readinto(room) or 0)
+    data = file.read(len(room))  # not all of fsspec's files have readinto
+    room[: len(data)] = data
+    return len(data)
+
+
+TOO_SHORT = "it ends too early"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """The values of a tensor in a file.
+
+    Args:
+        name: The name of the record.
+        offset: The first byte.
+        num_bytes: The length.
+        crc32: The checksum that was written.
+    """
+
+    name: str
+    offset: int
+    num_bytes: int
+    crc32: int
+
+    def damage(self, crc: int) -> str | None:
+        """Return what is wrong if the content that was read has another checksum."""
+        if crc == self.crc32:
+            return None
+        return f"record {self.name} has CRC32 {crc:08x}, but was written with {self.crc32:08x}"
+
+
+def content_damage(file: IO[bytes], content: Content) -> str | None:
+    """Read a content and return what is wrong with it, or None.
+
+    Args:
+        file: Open for reading, seekable.
+        content: The content.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    file.seek(content.offset)
+    crc, num_left = 0, content.num_bytes
+    for chunk in read_chunks(file, num_left):
+        crc = zlib.crc32(chunk, crc)
+        num_left -= len(chunk)
+    return TOO_SHORT if num_left else content.damage(crc)
+
 
 # Small enough that the bytes are still in the CPU's cache for the checksum.
 _CHUNK_BYTES = 1024 * 1024

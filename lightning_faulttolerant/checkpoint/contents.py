@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
-from lightning_faulttolerant.checkpoint.archive import read_chunks
+from lightning_faulttolerant.checkpoint.checked_file import read_chunks
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -26,7 +26,7 @@ from lightning_faulttolerant.checkpoint.manifest import (
     save_manifest,
 )
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.storage.atomic_file import fsync_directory
+from lightning_faulttolerant.storage.local import fsync_directory
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
 
 _MAX_THREADS = 8

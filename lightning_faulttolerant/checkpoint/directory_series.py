@@ -21,7 +21,6 @@ from enum import Enum
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -31,9 +30,10 @@ from lightning_faulttolerant.checkpoint.manifest import (
     save_manifest,
     this_process,
 )
+from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import is_alive, this_machine
-from lightning_faulttolerant.storage.atomic_file import (
+from lightning_faulttolerant.storage.local import (
     ABANDONED_AFTER_SECONDS,
     find_leftovers,
     fsync_directory,

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
-from lightning_faulttolerant.checkpoint.archive import UNREADABLE, find_damage, read_into
-from lightning_faulttolerant.checkpoint.base_files import BASE_NAME
+from lightning_faulttolerant.checkpoint.archive import UNREADABLE, Record, end_of, find_damage
+from lightning_faulttolerant.checkpoint.autosave_files import BASE_NAME
+from lightning_faulttolerant.checkpoint.checked_file import read_into
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
-from lightning_faulttolerant.checkpoint.zip_records import Record, end_of
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, split_path
 

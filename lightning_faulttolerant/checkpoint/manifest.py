@@ -18,7 +18,7 @@ from typing import Any, final
 
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.processes import this_machine
-from lightning_faulttolerant.storage.atomic_file import atomic_writer
+from lightning_faulttolerant.storage.local import atomic_writer
 from lightning_faulttolerant.storage.store import open_file, open_store
 
 

@@ -1,22 +1,184 @@
-"""Read a pickle without running any of it: a description replaces whatever it would import, call or load.
+"""Read a pickle without running any of it: stand-ins replace whatever it would import, call or load.
 
-Nothing is imported, called or constructed by name, so a hostile file can do no more than be refused. Memory and
-time are bounded by `_MAX_OPERATIONS`; values of more than `_LONG_BYTES` are skipped unread.
+Nothing is imported, called or constructed by name, so a hostile file can do no more than be refused. Memory and time
+are bounded by `_MAX_OPERATIONS`; values of more than `_LONG_BYTES` are skipped unread. The stand-ins are names, tensors
+without values, and data too long to read.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import IO, Any
 
-from lightning_faulttolerant.checkpoint.described import LongData, Made, Named, key_of, name_of, result_of, stored
+from lightning_faulttolerant.checkpoint.archive import FileWindow
+
+_MAX_DIMENSIONS = 64
+_64_BIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Named:
+    """A class or function that the pickle names; not imported."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """An object that loading would construct; not constructed."""
+
+    name: str
+    arguments: object
+    state: object = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LongData:
+    """A text, bytes or an integer that is too long to read."""
+
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """The place of the values of one or more tensors in the file."""
+
+    key: str
+    dtype: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorInfo:
+    """A tensor, without its values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_values: int
+    storage: Storage
+
+
+def key_of(value: object) -> object:
+    """Return a stand-in for a key: hashing an object from a file could recurse without end or take very long."""
+    if isinstance(value, tuple) and len(value) <= 8 and all(_is_plain_key(item) for item in value):
+        return value
+    return value if _is_plain_key(value) else Made(f"key, a {type(value).__name__}", value)
+
+
+def _is_plain_key(value: object) -> bool:
+    if type(value) is int:
+        return -_64_BIT <= value < _64_BIT
+    return value is None or type(value) in (str, bytes, float, bool, Named, Made, LongData, Storage, TensorInfo)
+
+
+def stored(identity: object) -> object:
+    """Return a stand-in for an object that the pickle keeps outside of itself."""
+    match identity:
+        case ("storage", Named(name), str(key), _, int(num_values)) if 0 <= num_values < _64_BIT:
+            dtype, item_bytes = _STORAGES.get(name.rpartition(".")[2], ("uint8", 1))
+            return Storage(key, dtype, num_values * item_bytes)
+    return Made("something kept elsewhere", identity)
+
+
+def result_of(function: object, arguments: object) -> object:
+    """Return a stand-in for the result of a call."""
+    name = name_of(function)
+    known = _KNOWN.get(name)
+    if known is not None and isinstance(arguments, tuple):
+        try:
+            return known(*arguments)
+        except (TypeError, ValueError):
+            pass  # not the arguments of this function: shown as they are
+    return Made(name, arguments)
+
+
+def name_of(function: object) -> str:
+    """Return a display name for an object that the pickle calls."""
+    return function.name if isinstance(function, (Named, Made)) else f"a {type(function).__name__}"
+
+
+def _tensor(storage: object, offset: object, shape: Any, *rest: object) -> TensorInfo:
+    is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
+    if not isinstance(storage, Storage) or not is_shape:
+        raise TypeError
+    num_values = 1
+    for length in shape:
+        if type(length) is not int or not 0 <= length < _64_BIT:
+            raise TypeError
+        num_values *= length
+    return TensorInfo(storage.dtype, shape, num_values, storage)
+
+
+def _tensor_of_dtype(
+    storage: object, offset: object, shape: object, stride: object, grad: object, hooks: object, dtype: object
+) -> object:
+    info = _tensor(storage, offset, shape)
+    return TensorInfo(name_of(dtype).removeprefix("torch."), info.shape, info.num_values, info.storage)
+
+
+def _first(value: object, *rest: object) -> object:
+    return value
+
+
+def _ordered_dict(pairs: object = ()) -> dict[object, object]:
+    if not isinstance(pairs, (list, tuple)):
+        raise TypeError
+    return {key_of(key): value for key, value in pairs}
+
+
+def _items(items: object = ()) -> list[object]:
+    if not isinstance(items, (list, tuple)):
+        raise TypeError
+    return list(items)
+
+
+def _encoded(text: object, encoding: object) -> object:
+    if isinstance(text, LongData):
+        return LongData("bytes", text.num_bytes)
+    if not isinstance(text, str) or encoding != "latin1":
+        raise TypeError
+    return text.encode("latin1")
+
+
+# The functions that torch.save writes, and Python's own collections.
+_KNOWN: Mapping[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: result_of(function, arguments),
+    "collections.OrderedDict": _ordered_dict,
+    "collections.defaultdict": lambda factory=None: {},
+    "torch.Size": lambda shape: tuple(_items(shape)),
+    "builtins.set": _items,
+    "builtins.frozenset": _items,
+    "builtins.bytes": lambda: b"",
+    "_codecs.encode": _encoded,
+}
+
+# The type and the size in bytes of the values in a storage, by its class.
+_STORAGES = {
+    "DoubleStorage": ("float64", 8),
+    "FloatStorage": ("float32", 4),
+    "HalfStorage": ("float16", 2),
+    "BFloat16Storage": ("bfloat16", 2),
+    "LongStorage": ("int64", 8),
+    "IntStorage": ("int32", 4),
+    "ShortStorage": ("int16", 2),
+    "CharStorage": ("int8", 1),
+    "ByteStorage": ("uint8", 1),
+    "BoolStorage": ("bool", 1),
+    "ComplexDoubleStorage": ("complex128", 16),
+    "ComplexFloatStorage": ("complex64", 8),
+}
 
 _MAX_OPERATIONS = 10_000_000
 _LONG_BYTES = 64 * 1024
-_WINDOW_BYTES = 64 * 1024
 
 
 class UnreadablePickleError(ValueError):
@@ -50,7 +212,7 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
         >>> found["step"], found["folder"].name
         (3, 'pathlib.PurePosixPath')
     """
-    machine = _Machine(_Window(file, begin=begin, end=begin + num_bytes))
+    machine = _Machine(FileWindow(file, begin=begin, end=begin + num_bytes))
     try:
         for _ in range(_MAX_OPERATIONS):
             operation = machine.source.read(1)
@@ -66,59 +228,10 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
     raise TooLargePickleError(f"it has more than {_MAX_OPERATIONS:,} operations")
 
 
-class _Window:
-    """Reads a part of a file through a buffer, and skips unneeded bytes."""
-
-    def __init__(self, file: IO[bytes], *, begin: int, end: int) -> None:
-        self._file = file
-        self._next = begin  # the end of the buffer in the file
-        self._end = end
-        self._buffer = b""
-        self._at = 0
-
-    def read(self, num_bytes: int) -> bytes:
-        end = self._at + num_bytes
-        if end > len(self._buffer):
-            self._fill(num_bytes)
-            end = num_bytes
-        data = self._buffer[self._at : end]
-        self._at = end
-        return data
-
-    def skip(self, num_bytes: int) -> None:
-        in_buffer = min(num_bytes, len(self._buffer) - self._at)
-        self._at += in_buffer
-        self._next += num_bytes - in_buffer
-        if self._next > self._end:
-            raise ValueError("it ends too early")
-
-    def line(self) -> bytes:
-        """Return the bytes up to a newline, without it."""
-        end = self._buffer.find(b"\n", self._at)
-        if end < 0:
-            self._fill(0)
-            end = self._buffer.find(b"\n")
-        if end < 0:
-            raise ValueError("one of its lines does not end")
-        data = self._buffer[self._at : end]
-        self._at = end + 1
-        return data
-
-    def _fill(self, num_wanted: int) -> None:
-        left = self._buffer[self._at :]
-        num_bytes = min(max(_WINDOW_BYTES, num_wanted) - len(left), self._end - self._next)
-        self._file.seek(self._next, os.SEEK_SET)
-        data = self._file.read(max(0, num_bytes))
-        self._next += len(data)
-        self._buffer, self._at = left + data, 0
-        if len(self._buffer) < num_wanted:
-            raise ValueError("it ends too early")
-
-
 class _Machine:
     """The state that the operations of a pickle work on."""
 
-    def __init__(self, source: _Window) -> None:
+    def __init__(self, source: FileWindow) -> None:
         self.source = source
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}

@@ -1,18 +1,48 @@
-"""Messages between ranks besides the gradients: over a separate gloo group, with a time limit.
+"""The ranks of a run: messages between them besides the gradients, and their states in one checkpoint.
 
-No device is used. A dead rank is an error on the others: the connection to it breaks, or the time runs out.
+Messages go over a separate gloo group, with a time limit. No device is used. A dead rank is an error on the others: the
+connection to it breaks, or the time runs out.
+
+In a checkpoint, the state of rank 0 is as it is, and those of the others are separate bytes. Each rank makes its bytes,
+with their checksum. Rank 0 passes them on as they are, and a rank that resumes reads only its own, and compares each
+loaded byte with a checksum. One rank verifies the whole file before the others read it. All bytes are one tensor, so
+the cost of writing and loading them does not grow with the number of ranks. A state that ``weights_only=True`` would
+refuse stays as it is: whoever reads the file decides whether to load it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import io
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, final
+from typing import IO, Any, Protocol, TypeVar, final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.joined_file import opened_whole
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.pickled import TensorInfo
+from lightning_faulttolerant.checkpoint.saving import Staging, save_to_file
+from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, read_summary, states_in
+from lightning_faulttolerant.checkpoint.verify import (
+    damage_named,
+    is_no_file,
+    load_file,
+    load_open_file,
+    unsafe_paths,
+    verify_open_file,
+)
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, RanksLostError
+from lightning_faulttolerant.state.packing import tensor_to_blob
+from lightning_faulttolerant.storage.store import is_url, local_copy, local_path
 
 _Held = TypeVar("_Held")
 _Result = TypeVar("_Result")
@@ -229,3 +259,217 @@ def by_first(ranks: Ranks, step: str, held: _Held | None, work: Callable[[_Held]
         raise
     ranks.from_first(step, ("", result))
     return result
+
+
+_ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """The state of a rank as bytes.
+
+    Args:
+        data: A file of ``torch.save``.
+        crc32: Its checksum, from the rank that made it.
+    """
+
+    data: bytes
+    crc32: int
+
+
+def as_bytes(state: dict[str, object]) -> StateBytes | dict[str, object]:
+    """Return a rank's state as bytes, or unchanged if ``weights_only=True`` would not load it.
+
+    Args:
+        state: A result of `pack_blobs`, with its tensors on the CPU.
+    """
+    if unsafe_paths(state):
+        return state
+    buffer = io.BytesIO()
+    save_to_file(state, buffer)
+    data = buffer.getvalue()
+    return StateBytes(data, zlib.crc32(data))
+
+
+def joined(states: Sequence[StateBytes | dict[str, object]]) -> dict[str, object]:
+    """Return the states of all ranks in the form that our part of a checkpoint keeps.
+
+    Args:
+        states: One for each rank.
+
+    Returns:
+        Under ``ranks`` each state that is not bytes, with ``None`` for the others; the others under `STATES`.
+    """
+    kept = [None if isinstance(state, StateBytes) else state for state in states]
+    found = [state if isinstance(state, StateBytes) else StateBytes(b"", 0) for state in states]
+    data = bytearray(b"").join(state.data for state in found)
+    if not data:
+        return {RANKS: kept}
+    index = torch.tensor([[len(state.data), state.crc32] for state in found], dtype=torch.int64, device="cpu")
+    return {RANKS: kept, STATES: {INDEX: index, DATA: torch.frombuffer(data, dtype=torch.uint8)}}
+
+
+def packed_state(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the state of a rank, a result of `pack_blobs`.
+
+    Args:
+        part: Our part of a checkpoint, of any version of the schema.
+        rank: The number of the rank, less than the number of ranks that saved.
+
+    Raises:
+        DamagedCheckpointError: If its bytes are not those that the rank had made.
+    """
+    kept: dict[str, object] | None = part[RANKS][rank]
+    if kept is not None:
+        return kept
+    data = _bytes_of(part, rank)
+    state: dict[str, object] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return state
+
+
+def check(part: Mapping[str, Any], rank: int) -> None:
+    """Check that the bytes of a rank are those that it had made. Do nothing if its state is kept as it is.
+
+    Raises:
+        DamagedCheckpointError: If they are not.
+    """
+    if part[RANKS][rank] is None:
+        _bytes_of(part, rank)
+
+
+def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, object]:
+    """Return our part of a checkpoint with the bytes of one rank only, copied.
+
+    Args:
+        part: Our part of a checkpoint. The bytes of other ranks are not read.
+        rank: The number of the rank.
+    """
+    states = part[STATES]
+    begin, num_bytes = _place_of(states[INDEX], rank)
+    return {**part, STATES: {**states, DATA: states[DATA][begin : begin + num_bytes].clone(), _ONLY: rank}}
+
+
+def _place_of(index: Tensor, rank: int) -> tuple[int, int]:
+    return int(index[:rank, 0].sum()), int(index[rank, 0])
+
+
+def _bytes_of(part: Mapping[str, Any], rank: int) -> bytes:
+    states = part[STATES]
+    index, data, only = states[INDEX], states[DATA], states.get(_ONLY)
+    if only is not None and only != rank:
+        raise ValueError(f"The state of rank {rank} was not read: only that of rank {only} was.")
+    begin, num_bytes = _place_of(index, rank)
+    begin = begin if only is None else 0
+    own = tensor_to_blob(data[begin : begin + num_bytes])
+    crc32, expected = zlib.crc32(own), int(index[rank, 1])
+    if len(own) != num_bytes or crc32 != expected:
+        raise DamagedCheckpointError(
+            f"The state of rank {rank} is damaged: it has {len(own)} bytes with CRC32 {crc32:08x}, but was made with "
+            f"{num_bytes} bytes and {expected:08x}. Take another checkpoint."
+        )
+    return own
+
+
+def identity_of(path: str | os.PathLike[str]) -> str:
+    """Return a short text that differs between two checkpoints with different content, however alike their names.
+
+    Only the checksums in it are read, so call it for a checkpoint that each rank verifies.
+
+    Args:
+        path: A file written by ``torch.save``, or a directory with a manifest. A URL has no need of it: all ranks see
+            the same object.
+
+    Raises:
+        OSError: If it can't be read.
+    """
+    if is_url(path):
+        return ""
+    path = local_path(path)
+    if os.path.isdir(path):
+        with open(os.path.join(path, MANIFEST_NAME), "rb") as manifest:
+            return f"{zlib.crc32(manifest.read()):08x}"
+    if not zipfile.is_zipfile(path):  # torch's format from before 1.6
+        return str(os.path.getsize(path))
+    with zipfile.ZipFile(path) as archive:
+        records = [(record.filename, record.file_size, record.CRC) for record in archive.infolist()]
+    return f"{zlib.crc32(repr(records).encode()):08x}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReader:
+    """Which states of a checkpoint a rank needs: its own, or all if a different number of ranks has saved.
+
+    Args:
+        rank: The number of this rank.
+        num_ranks: The number of ranks now.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def load(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
+        """Verify an autosave and load it, without the states of other ranks if they are not needed.
+
+        Args:
+            path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
+            verifies_all: Verify the states of other ranks too, each also by the checksum of the rank that made it, and
+                the shards of a directory; not needed if another rank has done so.
+
+        Returns:
+            The content; for a directory, without the shards. None of it is mapped to the file.
+
+        Raises:
+            DamagedCheckpointError: As `load_path`, for what is verified.
+            UnsafeCheckpointError: As `load_path`.
+            CheckpointError: As `load_path`.
+        """
+        if is_url(path):
+            try:
+                return self._load_file(path, verifies_all=verifies_all)
+            except DamagedCheckpointError as error:
+                if not is_no_file(error):
+                    raise
+        elif not os.path.isdir(local_path(path)):
+            return self._load_file(path, verifies_all=verifies_all)
+        directory = local_path(path)
+        if verifies_all:
+            autosave_files.verify(directory)
+        return self._load_file(os.path.join(directory, autosave_files.METADATA_NAME), verifies_all=verifies_all)
+
+    def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
+        if verifies_all and self.num_ranks == 1:
+            return load_file(path)
+        with contextlib.ExitStack() as stack:
+            with damage_named(path):
+                file = stack.enter_context(opened_whole(path, local_copy))
+                left_out = None if verifies_all else self._not_needed(file, path)
+                verification = verify_open_file(path, file, without=left_out)
+            if self.num_ranks > 1 and (verifies_all or left_out is not None):
+                mapped = load_open_file(file, verification, mapped=True)
+                if self._is_as_saved(mapped.get(KEY)):
+                    for rank in range(self.num_ranks) if verifies_all else ():  # no rank may refuse what this one takes
+                        check(mapped[KEY], rank)
+                    copied: dict[str, object] = Staging().copy({**mapped, KEY: self._cut(mapped[KEY])})
+                    return copied
+            return load_open_file(file, verification)
+
+    def _not_needed(self, file: IO[bytes], path: str | os.PathLike[str]) -> str | None:
+        """Return the key of the record with the states of all ranks, if this rank needs only its own."""
+        try:
+            content = read_summary(file, name=os.fspath(path)).content
+        except CheckpointError:  # the verification says what is wrong with it
+            return None
+        part = content.get(KEY) if isinstance(content, Mapping) else None
+        states = states_in(part)
+        if states is None or not self._is_as_saved(part):
+            return None
+        data = states[DATA]
+        return data.storage.key if isinstance(data, TensorInfo) else None
+
+    def _is_as_saved(self, part: Any) -> bool:
+        return states_in(part) is not None and bool(part.get("world_size") == self.num_ranks)
+
+    def _cut(self, part: Mapping[str, object]) -> dict[str, object]:
+        own = with_state_of(part, self.rank)
+        check(own, self.rank)
+        return own

@@ -1,7 +1,8 @@
 """Keep the autosaves of one run: name them, find the newest that verifies, delete the old ones.
 
 After the first save has returned, an autosave that verified when it was written always exists. This module never
-touches a file that it did not write.
+touches a file that it did not write. The files of incidents are next to the autosaves of a fit, never pruned, and never
+among those that a resume chooses.
 """
 
 from __future__ import annotations
@@ -12,35 +13,41 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, final
 
-from lightning_faulttolerant.checkpoint import autosave_directory, object_directory
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_directory import (
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.autosave_files import (
     AUTOSAVE_NAME,
+    BASE_NAME,
     KEPT_FOLDER,
     METADATA_NAME,
     PREDICTIONS_NAME,
     SUPERSEDED_NAME,
     autosave_name,
+    bases_in,
+    is_kept,
+    kept_names,
+    leave,
+    remove_unused,
     sequence_of,
     superseded_number,
 )
-from lightning_faulttolerant.checkpoint.base_files import BASE_NAME, bases_in, remove_unused
 from lightning_faulttolerant.checkpoint.increments import Increments
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_names, leave
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.checkpoint.saving import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_path, read_back, verify_autosave, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.records.incidents import INCIDENT_NAME, INCIDENTS_FOLDER
-from lightning_faulttolerant.storage.atomic_file import (
+from lightning_faulttolerant.storage.local import (
+    Listing,
     is_of_this_process,
     is_unchanged_for_long,
     leftovers,
+    remove_abandoned,
     target_name,
 )
-from lightning_faulttolerant.storage.local import Listing
-from lightning_faulttolerant.storage.store import Store, is_url, open_store
+from lightning_faulttolerant.storage.store import Store, is_url, local_path, open_store
 
 _logger = logging.getLogger(__name__)
 
@@ -160,8 +167,8 @@ class AutosaveSeries:
         """
         name = autosave_name(self._next_number(self.store.listing()), epoch=epoch, batch=batch, keep=keep)
         if not is_url(self.store.url):
-            return autosave_directory.begin(self.store.path(name))
-        object_directory.begin(self.store, name)
+            return autosave_files.begin_directory(self.store.path(name))
+        autosave_files.begin_in_store(self.store, name)
         return self.store.path(name)
 
     def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
@@ -181,13 +188,13 @@ class AutosaveSeries:
             RunInUseError: If another process has taken over the directory; nothing was changed.
         """
         is_remote = is_url(self.store.url)
-        name = os.path.basename(directory) if is_remote else autosave_directory.target_of(directory)
+        name = os.path.basename(directory) if is_remote else autosave_files.target_of(directory)
         self.check()
         verify_file(os.path.join(directory, METADATA_NAME))
         if is_remote:
-            object_directory.commit(self.store, name, files)
+            autosave_files.commit_in_store(self.store, name, files)
         else:
-            autosave_directory.commit(directory, self.store.path(name), files)
+            autosave_files.commit_directory(directory, self.store.path(name), files)
         self._note(name, sum(entry.size_bytes for entry in files.values()))
         try:
             self._prune(self._autosaves(self.store, self.store.listing()))
@@ -208,10 +215,10 @@ class AutosaveSeries:
             OSError: If it can't be deleted, or a store can't tell whether it is an autosave. It stays then.
         """
         name = os.path.basename(directory)
-        if is_url(self.store.url) and object_directory.is_committed(self.store, name):
+        if is_url(self.store.url) and autosave_files.is_committed(self.store, name):
             return  # in a store, an autosave has the name that its directory had from the start
         with contextlib.suppress(FileNotFoundError):
-            object_directory.delete(self.store, name)
+            autosave_files.delete(self.store, name)
 
     def _next_number(self, listing: Listing) -> int:
         self._remove_leftovers(listing)
@@ -297,7 +304,7 @@ class AutosaveSeries:
         number = 1 + max((superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
         for name in names:
-            object_directory.rename(self.store, name, f"{folder}/{_name_in_folder(name)}")
+            autosave_files.rename(self.store, name, f"{folder}/{_name_in_folder(name)}")
         for emptied in (KEPT_FOLDER, INCIDENTS_FOLDER):
             self.store.folder(emptied).remove_if_empty()
         return self.store.path(folder)
@@ -394,7 +401,7 @@ class AutosaveSeries:
             ) from (damages[-1] if damages else None)
 
     def _set_damaged_aside(self, name: str) -> str:
-        object_directory.rename(self.store, name, f"{name}.damaged")
+        autosave_files.rename(self.store, name, f"{name}.damaged")
         return self.store.path(f"{name}.damaged")
 
     def _autosaves(self, store: Store, listing: Listing, *, damaged: bool = False) -> list[str]:
@@ -411,7 +418,7 @@ class AutosaveSeries:
     def _is_committed(self, store: Store, name: str) -> bool:
         # Only we delete or move it, and a name is not given twice.
         path = store.path(name)
-        if path not in self._committed and object_directory.is_committed(store, name):
+        if path not in self._committed and autosave_files.is_committed(store, name):
             self._committed.add(path)
         return path in self._committed
 
@@ -443,7 +450,7 @@ class AutosaveSeries:
             self.check()  # only the holder of the lock writes here, so these are of nobody who still writes
         for name in names:
             _logger.info("Removing %s, which was not completed or not deleted to the end", store.path(name))
-            object_directory.delete_directory(store, name)
+            autosave_files.delete_directory(store, name)
 
     def _is_abandoned(self, name: str) -> bool:
         return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))
@@ -459,3 +466,33 @@ def _is_not_empty(store: Store, name: str) -> bool:
         return bool(os.listdir(store.path(name)))
     except FileNotFoundError:
         return False
+
+
+def save_incident(series: AutosaveSeries, checkpoint: dict[str, object], name: str) -> str:
+    """Write the checkpoint of an incident, and verify it.
+
+    Args:
+        series: The autosaves of the fit.
+        checkpoint: A dict that ``torch.save`` can write.
+        name: Its name.
+
+    Returns:
+        Its path or URL.
+
+    Raises:
+        OSError: If it can't be written.
+        DamagedCheckpointError: If it doesn't verify. It is deleted then.
+        RunInUseError: If another process has taken over the directory; nothing was changed.
+    """
+    place = f"{INCIDENTS_FOLDER}/{name}"
+    path = series.store.path(place)
+    if not is_url(path):
+        remove_abandoned(Path(local_path(path)).parent)  # what a killed process has left
+    with series.store.writer(place) as file:
+        save_to_file(checkpoint, file)
+        series.check()
+        damage = None if is_url(path) else read_back(file)
+    if damage is not None:
+        series.store.delete(place)
+        raise DamagedCheckpointError(f"{path} does not read back as it was written: {damage}") from damage
+    return path

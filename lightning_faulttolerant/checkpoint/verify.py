@@ -19,15 +19,14 @@ from typing import IO, Any, cast
 
 import torch
 
-from lightning_faulttolerant.checkpoint import autosave_directory
-from lightning_faulttolerant.checkpoint.archive import Content, find_damage, has_checksums, is_legacy
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.checked_file import CheckedFile
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, Content
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from lightning_faulttolerant.storage.atomic_file import flushed_meanwhile
+from lightning_faulttolerant.storage.local import flushed_meanwhile
 from lightning_faulttolerant.storage.store import is_url, local_copy, local_path, open_file
 
 _logger = logging.getLogger(__name__)
@@ -168,8 +167,8 @@ def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     elif not os.path.isdir(local_path(path)):
         return load_file(path)
     directory = local_path(path)
-    autosave_directory.verify(directory)
-    return load_file(os.path.join(directory, METADATA_NAME))
+    autosave_files.verify(directory)
+    return load_file(os.path.join(directory, autosave_files.METADATA_NAME))
 
 
 def verify_autosave(path: str | os.PathLike[str]) -> Verification:
@@ -186,7 +185,7 @@ def verify_autosave(path: str | os.PathLike[str]) -> Verification:
         return _verify_url(os.fspath(path))
     if not os.path.isdir(local_path(path)):
         return verify_file(path)
-    return autosave_directory.verify(local_path(path))
+    return autosave_files.verify(local_path(path))
 
 
 def unsafe_paths(checkpoint: Mapping[str, object]) -> list[str]:

@@ -7,13 +7,13 @@ import contextlib
 import os
 import sys
 
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_files import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli.found import directory_of_run, registry_here
 from lightning_faulttolerant.cli.text import reason_of, safe
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.runs import FILE_NAME
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\

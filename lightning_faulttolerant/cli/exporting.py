@@ -8,7 +8,8 @@ import shutil
 import sys
 from typing import IO, cast
 
-from lightning_faulttolerant.checkpoint.archive import CHUNK_BYTES, find_damage
+from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.checked_file import CHUNK_BYTES
 from lightning_faulttolerant.checkpoint.joined_file import find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.cli.found import open_checkpoint

@@ -13,12 +13,11 @@ from dataclasses import asdict
 from itertools import chain
 from typing import IO, Any
 
-from lightning_faulttolerant.checkpoint.described import LongData, Made, Named, Storage, TensorInfo
 from lightning_faulttolerant.checkpoint.joined_file import references_in
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
-from lightning_faulttolerant.checkpoint.summary import Summary, read_state_summaries, read_summary, walk
-from lightning_faulttolerant.cli.found import content_path, open_checkpoint
-from lightning_faulttolerant.cli.part import mapping, own_mapping, part_of, whole_number
+from lightning_faulttolerant.checkpoint.pickled import LongData, Made, Named, Storage, TensorInfo
+from lightning_faulttolerant.checkpoint.schema import Summary, read_state_summaries, read_summary, walk
+from lightning_faulttolerant.cli.found import content_path, mapping, open_checkpoint, own_mapping, part_of, whole_number
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident

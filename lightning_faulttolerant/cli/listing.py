@@ -8,9 +8,9 @@ import os
 import sys
 from dataclasses import dataclass
 
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
-from lightning_faulttolerant.checkpoint.summary import read_summary
-from lightning_faulttolerant.cli import found, part, verification
+from lightning_faulttolerant.checkpoint.autosave_files import is_kept
+from lightning_faulttolerant.checkpoint.schema import read_summary
+from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict
@@ -181,15 +181,15 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
         checked = verification.verdict_of(file.path)
     else:
         checked = problem or CheckpointVerdict(word=verification.NOT_VERIFIED)
-    epoch, batch = part.epoch_of(content), part.batch_of(content)
+    epoch, batch = found.epoch_of(content), found.batch_of(content)
     if file.place is not None and epoch is None:
         epoch, batch = file.place
     return _Row(
         file=file,
-        step=part.step_of(content),
+        step=found.step_of(content),
         epoch=epoch,
         batch=batch,
-        world_size=part.world_size_of(content),
+        world_size=found.world_size_of(content),
         verdict=checked,
     )
 

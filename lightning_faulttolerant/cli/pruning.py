@@ -8,16 +8,12 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from lightning_faulttolerant.checkpoint import object_directory
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_number
-from lightning_faulttolerant.checkpoint.base_files import remove_unused, unused_bases
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept
+from lightning_faulttolerant.checkpoint import autosave_files
+from lightning_faulttolerant.checkpoint.autosave_files import fit_number, is_kept, remove_unused, unused_bases
 from lightning_faulttolerant.cli import found, verification
-from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import reason_of, safe, size_text
-from lightning_faulttolerant.cli.verification import verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 DESCRIPTION = """\
@@ -40,10 +36,10 @@ Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not
 class _Plan:
     """The plan for one series of autosaves."""
 
-    kept: list[FoundFile] = field(default_factory=list)
-    deleted: list[FoundFile] = field(default_factory=list)
-    damaged: list[FoundFile] = field(default_factory=list)
-    unreadable: list[FoundFile] = field(default_factory=list)
+    kept: list[found.FoundFile] = field(default_factory=list)
+    deleted: list[found.FoundFile] = field(default_factory=list)
+    damaged: list[found.FoundFile] = field(default_factory=list)
+    unreadable: list[found.FoundFile] = field(default_factory=list)
     bases: dict[str, int] = field(default_factory=dict)
     """The sizes of the bases that are not used any more, by their names."""
 
@@ -116,7 +112,7 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
                 lock.check()
                 store = open_store(file.folder)
                 with contextlib.suppress(FileNotFoundError):  # deleted by another process
-                    object_directory.delete(store, file.name)
+                    autosave_files.delete(store, file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
             lock.check()
@@ -137,21 +133,21 @@ def _plans(what: found.Found, run_directory: str, arguments: argparse.Namespace)
     return plans
 
 
-def _bases(folder: str, deleted: list[FoundFile]) -> dict[str, int]:
+def _bases(folder: str, deleted: list[found.FoundFile]) -> dict[str, int]:
     store = open_store(folder)
     begin = f"{folder.rstrip('/')}/"
     unused = unused_bases(store, without=[file.path.removeprefix(begin) for file in deleted])
     return {name: store.size(name) for name in unused}
 
 
-def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
+def _plan(files: list[found.FoundFile], arguments: argparse.Namespace) -> _Plan:
     """Decide which autosaves of one series to delete. `files` are in the order of saving."""
     plan = _Plan()
     for file in reversed([file for file in files if file.kind == found.AUTOSAVE]):
         if len(plan.kept) == arguments.keep_last:
             plan.deleted += [] if is_kept(file.name) else [file]
             continue
-        word = verdict_of(file.path).word
+        word = verification.verdict_of(file.path).word
         if word == verification.NOT_COMMITTED:  # the next save of the run removes it
             continue
         place = {verification.VERIFIED: plan.kept, verification.DAMAGED: plan.damaged}.get(word, plan.unreadable)
@@ -165,9 +161,9 @@ def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
     return plan
 
 
-def _series(what: found.Found) -> dict[str, list[FoundFile]]:
+def _series(what: found.Found) -> dict[str, list[found.FoundFile]]:
     """Return the autosaves of each series, including its superseded ones."""
-    series: dict[str, list[FoundFile]] = {}
+    series: dict[str, list[found.FoundFile]] = {}
     for file in what.files:
         is_candidate = file.is_autosave and file.kind != found.KEPT
         if is_candidate and not file.is_link:

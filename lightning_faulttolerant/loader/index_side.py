@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.data_sets import StreamedEpochs
 from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, RandomStates, states_now
@@ -32,7 +33,6 @@ from lightning_faulttolerant.loader.remaining import (
 )
 from lightning_faulttolerant.loader.sampler_states import Replay, SamplerStates
 from lightning_faulttolerant.loader.samplers import DrawLog, epoch_in, generators_of, order_follows_from_start
-from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 

@@ -24,12 +24,11 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.data_sets import Values, ValuesOfDataset, refills_its_buffer
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.foreign import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
 from lightning_faulttolerant.loader.objects import DatasetObjects
-from lightning_faulttolerant.loader.plain_values import Values, ValuesOfDataset
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state

@@ -18,14 +18,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.loader.exactness import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.loader.samplers import index_sampler
-from lightning_faulttolerant.loader.tracked_class import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.state.objects.kinds import Namespace, has_state_methods, is_shared, is_walked
-from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.users import is_global, names_in_libraries
-from lightning_faulttolerant.state.objects.walk import Rules, graph_of
+from lightning_faulttolerant.state.objects.walk import Rules, graph_of, users_namespaces
 from lightning_faulttolerant.state.packing import digests_of
+from lightning_faulttolerant.state.reachable import is_global, names_in_libraries
 
 _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")

@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import why_not_exact
+from lightning_faulttolerant.loader.exactness import RESUMABLE, TRACKER, why_not_exact
 from lightning_faulttolerant.loader.per_sample import SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.resumable_run import LoaderRun
-from lightning_faulttolerant.loader.tracked_class import RESUMABLE, TRACKER
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,14 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness, forget_own_position, stateful_dataset
-from lightning_faulttolerant.loader.foreign import ForeignEpochs
-from lightning_faulttolerant.loader.guarded import GuardedSamples
+from lightning_faulttolerant.loader.data_sets import ForeignEpochs, StreamedEpochs
+from lightning_faulttolerant.loader.exactness import (
+    TRACKER,
+    Exactness,
+    forget_own_position,
+    stateful_dataset,
+    tracked_class,
+)
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import SOLE_RANK, IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, between
@@ -32,12 +37,10 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining import RemainingBatches
 from lightning_faulttolerant.loader.resized import DEAL, SeededSamples, planned, with_other_workers
 from lightning_faulttolerant.loader.samplers import index_sampler, state_of
-from lightning_faulttolerant.loader.streaming_epochs import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
-from lightning_faulttolerant.loader.worker_side import WorkerState, worker_side_of
+from lightning_faulttolerant.loader.worker_side import GuardedSamples, WorkerState, worker_side_of
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.modules import users_variables
+from lightning_faulttolerant.state.objects.walk import users_variables
 
 _SLACK_BYTES = 262_144  # for generators that a data set creates only on first use
 _HELD = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")

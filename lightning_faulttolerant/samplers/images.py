@@ -139,7 +139,61 @@ def load_image(path: str) -> Any:
         return image.convert("RGB")
 
 
-class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
+class ClassDirectory:
+    """A directory of samples with one subdirectory for each class, ``root/<class>/.../<file>``.
+
+    Args:
+        root: The directory.
+
+    Raises:
+        FileNotFoundError: If there are no classes.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = os.fspath(root)
+        self.classes, self.class_to_idx = self.find_classes(self.root)
+
+    @staticmethod
+    def make_dataset(
+        directory: str,
+        class_to_idx: dict[str, int],
+        extensions: Sequence[str] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+    ) -> list[tuple[str, int]]:
+        """Return the path and class number of every sample, sorted by class and path.
+
+        Raises:
+            FileNotFoundError: If a class has no samples.
+        """
+        ends = tuple(extension.lower() for extension in extensions or IMAGE_EXTENSIONS)
+        is_sample = is_valid_file or (lambda path: path.lower().endswith(ends))
+        found: list[tuple[str, int]] = []
+        for name, number in sorted(class_to_idx.items()):
+            before = len(found)
+            for folder, _, names in sorted(os.walk(os.path.join(directory, name), followlinks=True)):
+                paths = (os.path.join(folder, file) for file in sorted(names))
+                found += [(path, number) for path in paths if is_sample(path)]
+            if len(found) == before:
+                raise FileNotFoundError(
+                    f"Class {name!r} of {directory} has no samples: no file of it"
+                    f" {'passes is_valid_file' if is_valid_file else 'ends in ' + ', '.join(ends)}."
+                )
+        return found
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Return the sorted names of the subdirectories, and the number of each.
+
+        Raises:
+            FileNotFoundError: If there are none.
+        """
+        with os.scandir(directory) as entries:
+            classes = sorted(entry.name for entry in entries if entry.is_dir())
+        if not classes:
+            raise FileNotFoundError(f"{directory} has no sub-directories; each class has one, with its samples.")
+        return classes, {name: number for number, name in enumerate(classes)}
+
+
+class DistributedShardedDataset(ClassDirectory, Dataset[tuple[Any, Any]]):
     """This rank's part of a data set of files, ``root/<class>/.../<file>``, kept in memory or on a device.
 
     All ranks list the tree, shuffle it with the same seed, and take their parts. The parts are equally long (see
@@ -196,14 +250,14 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
                 "lazy=True loads samples on request, but device_id puts all of them on a device. Pass only one of them."
             )
         place = place_of(num_replicas=world_size, rank=rank)
-        self.root, self.seed, self.shuffle, self.lazy = os.fspath(root), seed, shuffle, lazy
+        self.seed, self.shuffle, self.lazy = seed, shuffle, lazy
         self.loader = loader
         self.sample_load_transform, self.target_load_transform = sample_load_transform, target_load_transform
         self.sample_getitem_transform, self.target_getitem_transform = (
             sample_getitem_transform,
             target_getitem_transform,
         )
-        self.classes, self.class_to_idx = self.find_classes(self.root)
+        super().__init__(root)  # a subclass may look for classes by the settings
         files = self.make_dataset(self.root, self.class_to_idx, extensions, is_valid_file)
         if shuffle:
             random.Random(seed).shuffle(files)
@@ -228,45 +282,6 @@ class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
         self.samples = self.samples.to(device)
         self.targets = torch.stack([torch.as_tensor(target) for target in self.targets]).to(device)
         self._is_on_cuda = device.type == "cuda"
-
-    @staticmethod
-    def make_dataset(
-        directory: str,
-        class_to_idx: dict[str, int],
-        extensions: Sequence[str] | None = None,
-        is_valid_file: Callable[[str], bool] | None = None,
-    ) -> list[tuple[str, int]]:
-        """Return the path and class number of every sample, sorted by class and path.
-
-        Raises:
-            FileNotFoundError: If a class has no samples.
-        """
-        ends = tuple(extension.lower() for extension in extensions or IMAGE_EXTENSIONS)
-        is_sample = is_valid_file or (lambda path: path.lower().endswith(ends))
-        found: list[tuple[str, int]] = []
-        for name, number in sorted(class_to_idx.items()):
-            before = len(found)
-            for folder, _, names in sorted(os.walk(os.path.join(directory, name), followlinks=True)):
-                paths = (os.path.join(folder, file) for file in sorted(names))
-                found += [(path, number) for path in paths if is_sample(path)]
-            if len(found) == before:
-                raise FileNotFoundError(
-                    f"Class {name!r} of {directory} has no samples: no file of it"
-                    f" {'passes is_valid_file' if is_valid_file else 'ends in ' + ', '.join(ends)}."
-                )
-        return found
-
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """Return the sorted names of the subdirectories, and the number of each.
-
-        Raises:
-            FileNotFoundError: If there are none.
-        """
-        with os.scandir(directory) as entries:
-            classes = sorted(entry.name for entry in entries if entry.is_dir())
-        if not classes:
-            raise FileNotFoundError(f"{directory} has no sub-directories; each class has one, with its samples.")
-        return classes, {name: number for number, name in enumerate(classes)}
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Return a sample and its target: by default the number of its class."""

@@ -27,9 +27,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, SubsetRandomSampl
 from lightning_faulttolerant.state import orders
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.decoding import set_attribute
-from lightning_faulttolerant.state.objects.modules import users_namespaces
-from lightning_faulttolerant.state.objects.users import is_users_frame
-from lightning_faulttolerant.state.objects.walk import Rules, attributes_of
+from lightning_faulttolerant.state.objects.walk import Rules, attributes_of, users_namespaces
 from lightning_faulttolerant.state.orders import (
     NotPlainError,
     array_of,
@@ -39,6 +37,7 @@ from lightning_faulttolerant.state.orders import (
     names_of,
     text_of,
 )
+from lightning_faulttolerant.state.reachable import is_users_frame
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 
 INDICES = "indices"

@@ -1,16 +1,21 @@
-"""Gradients, buffers and flags of a module: state that its ``state_dict`` omits or that a forward pass changes."""
+"""Gradients, buffers and flags of a module, which its ``state_dict`` omits; and the content of tensors, compared.
+
+A forward pass changes some of this state. The content of a tensor is compared by sums of its bits, without a copy.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+SMALL_BYTES = 65_536
 _NUM_SUMS = 127
 _ROWS_AT_ONCE = 1_024
 _NUM_COLUMNS, _ROWS_IN_CACHE = 257, 256  # an odd number: negated, all doubles of a row change its sum
@@ -332,3 +337,66 @@ def plain_copy(value: Tensor) -> Tensor:
         return value.detach().clone()
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().clone().as_subclass(Tensor)
+
+
+def tensor_mark(tensor: Tensor) -> Callable[[], bool]:
+    """Return a function that returns whether a tensor is unchanged, or no longer exists."""
+    tensor_ref = weakref.ref(tensor)
+    place = tensor_place(tensor)
+    content = _tensor_content(tensor) if is_readable(tensor) else None
+
+    def is_same() -> bool:
+        now = tensor_ref()
+        if now is None:
+            return True  # it no longer exists: there is nothing to carry
+        if tensor_place(now) != place:
+            return False
+        return content is None or _tensor_content(now) == content  # `x.data.mul_(2)` does not count as a version
+
+    return is_same
+
+
+def _tensor_content(tensor: Tensor) -> object:
+    """Return a value that differs if the bits of two tensors differ."""
+    shard = shard_of(tensor).detach()
+    if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
+        return hash(shard.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bit_sums(tensor).tolist()
+
+
+def tensor_place(tensor: Tensor) -> tuple[object, ...]:
+    """Return the memory, shape, and version of a tensor, and of its gradient; they show most changes."""
+    grad = tensor.grad if tensor.is_leaf else None
+    state = _version(tensor), tensor.requires_grad, None if grad is None else (id(grad), _version(grad))
+    if not is_readable(tensor):
+        return id(tensor), state
+    return (shard_of(tensor).data_ptr(), tuple(tensor.shape), tensor.dtype), state
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` can be compared: it is dense, has one shape, and its memory exists."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and not tensor.is_meta and not tensor.is_quantized and not is_lazy(tensor) and _has_memory(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has its own memory. A subclass that wraps other tensors has none, as in torchao."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return True
+    try:
+        return shard_of(tensor).data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # torch's FakeTensor
+        return False
+
+
+def array_content(array: Any) -> object:
+    """Return a value that differs if the contents of two arrays differ; for a large one, the sums of its bits."""
+    place = (array.shape, array.dtype)
+    if array.nbytes <= SMALL_BYTES:
+        return place, array.tobytes()
+    flat = (array if array.flags.c_contiguous else array.copy(order="C")).reshape(-1).view("uint8")
+    return place, bit_sums(torch.from_numpy(flat)).tolist()

@@ -1,24 +1,300 @@
-"""A directory of this machine, or of a file system that is mounted on it.
+"""Files of this machine, or of a file system that is mounted on it: written atomically, and the store of a directory.
 
-The content of a directory, one level deep.
+The path of a file that is written holds the old content or the new one, never a part of either. Nothing here draws from
+the global generators of ``random``, NumPy or torch: a draw would change the training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterator
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from lightning_faulttolerant.storage.atomic_file import (
-    atomic_writer,
-    fsync_directory,
-    make_directory,
-    remove_directory,
+from lightning_faulttolerant.processes import is_alive
+
+_logger = logging.getLogger(__name__)
+
+_TEMPORARY_NAME = re.compile(
+    r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
 )
+# A token, by process id, tells this process from an earlier one with the same id. A fork has its own.
+_tokens: dict[int, str] = {}
+
+# A file name may have 255 bytes. The temporary name adds up to 64 bytes of the host's name and about 35 of its own.
+_MAX_TARGET_NAME_BYTES = 120
+
+
+ABANDONED_AFTER_SECONDS = 3600.0
+"""Whether a writer on another host is alive can't be told. After this time without a change it is taken for dead."""
+
+
+@contextlib.contextmanager
+def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterator[IO[bytes]]:
+    """Open a binary file that replaces ``path`` when the block ends, and vanishes if the block raises.
+
+    Args:
+        path: The target path. If it is a symbolic link, the link's target is replaced, not the link.
+        fsync: Wait until the bytes and the new directory entry are on the disk.
+
+    Yields:
+        The temporary file, in the directory of the target: a rename across file systems would be a copy.
+
+    Raises:
+        OSError: If the file can't be written. The old file still exists, unless the last step failed, the fsync of the
+            directory.
+        ValueError: If the path is a device, a pipe or a socket.
+    """
+    target = Path(os.path.realpath(path))
+    _check_replaceable(target)
+    temporary = target.parent / temporary_name(target.name)
+    is_ours = False
+    try:
+        with open(temporary, "xb") as file:
+            is_ours = True
+            yield file
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+            written = os.fstat(file.fileno())
+        _replace(temporary, target, written)
+    except BaseException:
+        # The first error is the one to raise, even if the directory is gone by now.
+        if is_ours:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise
+    if fsync:
+        fsync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def flushed_meanwhile(file: IO[bytes]) -> Iterator[None]:
+    """Flush the written data to the disk while the block runs, and wait for it at the end.
+
+    Args:
+        file: Open for writing.
+
+    Raises:
+        OSError: If the disk reports an error.
+    """
+    file.flush()
+    errors: list[BaseException] = []
+
+    def flush() -> None:
+        try:
+            os.fsync(file.fileno())
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for it
+            errors.append(error)
+
+    thread = threading.Thread(target=flush, name="flush")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _replace(temporary: Path, target: Path, written: os.stat_result) -> None:
+    try:
+        os.replace(temporary, target)
+    except FileNotFoundError:
+        # Over NFS the answer to a rename can get lost. The second try then finds that the first one worked.
+        if not (target.exists() and os.path.samestat(os.stat(target), written)):
+            raise
+    # Checked by the temporary name, since another writer may have replaced the target again.
+    if os.path.lexists(temporary):
+        raise OSError(
+            errno.EIO, "The file system reported a rename that it did not do", str(temporary), None, str(target)
+        )
+
+
+def fsync_directory(directory: Path) -> None:
+    """Wait until the entries of a directory (new names, renames) are on the disk.
+
+    Args:
+        directory: An existing directory.
+
+    Raises:
+        OSError: If the disk reports an error. A file system without this operation is not an error.
+    """
+    if os.name == "nt":  # Windows can't open a directory as a file.
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        _logger.debug("The file system of %s has no fsync for directories: %s", directory, error)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory and its missing parents, and wait until their names are on the disk.
+
+    Args:
+        directory: May already exist.
+
+    Raises:
+        OSError: If it can't be created.
+    """
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_directory(folder.parent)
+
+
+def remove_directory(directory: Path) -> None:
+    """Delete a directory and its content; a kill leaves it whole, or under the name of a temporary file.
+
+    Args:
+        directory: An existing directory, not a link.
+
+    Raises:
+        FileNotFoundError: If it does not exist.
+        OSError: If it can't be deleted.
+    """
+    temporary = directory
+    if target_name(directory.name) is None:
+        temporary = directory.parent / temporary_name(directory.name)
+        os.rename(directory, temporary)
+        fsync_directory(directory.parent)
+    shutil.rmtree(temporary)
+
+
+def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tuple[Path, str]]:
+    """Find the temporary files that dead writers left in a directory.
+
+    Args:
+        directory: Where to look; may be missing.
+        other_hosts: As in ``leftovers``.
+
+    Yields:
+        The temporary file, and the name of the file that it would have become (cut if very long).
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name, target in leftovers(names, other_hosts=other_hosts):
+        yield directory / name, target
+
+
+def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tuple[str, str]]:
+    """Find the names of temporary files that dead writers left.
+
+    A temporary file of a process that is alive on this host is never among them. Process ids are those of this
+    container: ``RunLock`` must keep apart writers in two containers that share a host name and a directory.
+
+    Args:
+        names: The names of all files in a directory.
+        other_hosts: Also yield those of other hosts, where it is unknown whether the writer is alive.
+
+    Yields:
+        The temporary name, and the name of the file that it would have become (cut if very long).
+    """
+    for name in names:
+        found = _TEMPORARY_NAME.fullmatch(name)
+        if found is None:
+            continue
+        same_host = found["hostname"] == _hostname()
+        if _is_dead(int(found["process_id"]), found["token"]) if same_host else other_hosts:
+            yield name, found["target"]
+
+
+def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file, or a directory and the files in it, is unchanged for ``ABANDONED_AFTER_SECONDS``.
+
+    Args:
+        path: May already be gone.
+    """
+    try:
+        within = [entry.stat(follow_symlinks=False) for entry in os.scandir(path)] if os.path.isdir(path) else []
+        changed = max(found.st_mtime for found in (os.stat(path), *within))
+    except FileNotFoundError:  # its writer is at work
+        return False
+    return time.time() - changed > ABANDONED_AFTER_SECONDS
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Delete temporary files of killed writers in a directory, once unchanged for ``ABANDONED_AFTER_SECONDS``.
+
+    Args:
+        directory: Any directory, which may also hold other files; may be missing.
+
+    Raises:
+        OSError: If the directory can't be read.
+    """
+    for temporary, _ in find_leftovers(directory, other_hosts=True):
+        with contextlib.suppress(OSError):  # such as another user's file: the save must not fail for it
+            if temporary.is_file() and is_unchanged_for_long(temporary):
+                temporary.unlink(missing_ok=True)
+                _logger.info("Removed %s, left by a killed writer", temporary)
+
+
+def is_of_this_process(name: str) -> bool:
+    """Return whether this process created a temporary name."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
+
+
+def target_name(name: str) -> str | None:
+    """Return the final name of a temporary file, cut if it is very long, or ``None`` for any other file."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return None if found is None else found["target"]
+
+
+def temporary_name(name: str) -> str:
+    """Return a name that no other writer uses, for a file that is renamed to ``name`` later.
+
+    Args:
+        name: The later name; cut if it is very long.
+    """
+    short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
+    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
+
+
+def _token() -> str:
+    return _tokens.setdefault(os.getpid(), secrets.token_hex(4))
+
+
+def _is_dead(process_id: int, token: str) -> bool:
+    if process_id == os.getpid():  # in a container each start may have the same id
+        return token != _token()
+    return not is_alive(process_id)
+
+
+def _check_replaceable(target: Path) -> None:
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "A file can't replace a directory", str(target))
+    if not stat.S_ISREG(mode):
+        raise ValueError(
+            f"{target} is not a regular file. Writing atomically would replace the device or pipe itself. Pass the "
+            "path of a file."
+        )
+
+
+def _hostname() -> str:
+    return socket.gethostname().replace("/", "_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +403,6 @@ class LocalStore:
         """Do nothing: a local writer leaves a named file, see ``leftovers``."""
 
 
-def open_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
+def open_local_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
     """Open a file for writing in an existing directory."""
     return atomic_writer(path, fsync=fsync)

@@ -12,13 +12,15 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import IO, cast, final
+from typing import IO, TYPE_CHECKING, Any, cast, final
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.file_systems import (
+    PIECE_BYTES,
+    begin_upload,
     copy,
     file_system,
     has_folders,
@@ -28,7 +30,10 @@ from lightning_faulttolerant.storage.file_systems import (
     remote_errors,
 )
 from lightning_faulttolerant.storage.local import Listing
-from lightning_faulttolerant.storage.uploads import Sender, begin_upload, check_arrived
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.storage.file_systems import Upload
+
 
 _logger = logging.getLogger(__name__)
 
@@ -273,3 +278,59 @@ def _abort_uploads(fs: AbstractFileSystem, path: str) -> None:
         if not page.get("IsTruncated"):
             return
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+class Sender(io.RawIOBase):
+    """The writable end of an upload. It cuts the data into pieces, so that memory never holds a full copy.
+
+    Args:
+        upload: Receives the pieces.
+        url: For messages.
+    """
+
+    def __init__(self, upload: Upload, url: str) -> None:
+        self._upload = upload
+        self._url = url
+        self._num_bytes = 0
+
+    def writable(self) -> bool:
+        """Return True: the file can be written."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Send bytes.
+
+        Raises:
+            OSError: If they can't be sent.
+        """
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            with remote_errors(self._url):
+                self._upload.write(view[begin : begin + PIECE_BYTES])
+        self._num_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return the number of sent bytes."""
+        return self._num_bytes
+
+
+def check_arrived(upload: Upload, url: str, *, aside: str) -> None:
+    """Compare a published file with the sent bytes, without reading it if the store reports its checksum.
+
+    Args:
+        upload: A published upload.
+        url: The URL of the file.
+        aside: The name that a damaged one will have, for the message.
+
+    Raises:
+        DamagedCheckpointError: If it differs.
+        OSError: If that can't be checked.
+    """
+    with remote_errors(url):
+        damage = upload.find_damage()
+    if damage is not None:
+        raise DamagedCheckpointError(
+            f"{url} did not arrive as it was sent: {damage}. Resuming from it could silently go wrong. It is now "
+            f"{aside}. Save again. If this happens again, check the network and the store."
+        )

@@ -10,10 +10,13 @@ import os
 import re
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
-from lightning_faulttolerant.storage import local
-from lightning_faulttolerant.storage.local import Listing
+from lightning_faulttolerant.storage.local import LocalStore, open_local_writer
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.storage.local import Listing
+
 
 # At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
@@ -123,7 +126,7 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     Raises:
         CheckpointError: If the package for this kind of URL is not installed.
     """
-    return _remote().RemoteStore(os.fspath(path)) if is_url(path) else local.LocalStore(local_path(path))
+    return _remote().RemoteStore(os.fspath(path)) if is_url(path) else LocalStore(local_path(path))
 
 
 def open_file(path: str | os.PathLike[str], *, whole: bool = False) -> IO[bytes]:
@@ -151,7 +154,7 @@ def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Abstract
         fsync: Wait until the bytes are on the disk; an object store has them when the block has ended.
     """
     if not is_url(path):
-        return local.open_writer(local_path(path), fsync=fsync)
+        return open_local_writer(local_path(path), fsync=fsync)
     directory, name = split_path(path)
     return open_store(directory).writer(name, fsync=fsync)
 

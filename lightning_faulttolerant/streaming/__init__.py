@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
-    from lightning_faulttolerant.streaming.format.merge import merge_index
+    from lightning_faulttolerant.streaming.format.output import merge_index
     from lightning_faulttolerant.streaming.format.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.sharded import LocalDataset
@@ -37,7 +37,7 @@ _LAZY = {
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "TSVWriter": "lightning_faulttolerant.streaming.format.writer",
     "XSVWriter": "lightning_faulttolerant.streaming.format.writer",
-    "merge_index": "lightning_faulttolerant.streaming.format.merge",
+    "merge_index": "lightning_faulttolerant.streaming.format.output",
 }
 
 

@@ -32,8 +32,8 @@ from lightning_faulttolerant.streaming.order import (
     kept_nodes,
     shares_of_streams,
 )
-from lightning_faulttolerant.streaming.order.draws import PaddedRows
 from lightning_faulttolerant.streaming.order.epoch import DEFAULT
+from lightning_faulttolerant.streaming.order.shuffles import PaddedRows
 from lightning_faulttolerant.streaming.shards import Ids, Stream
 from lightning_faulttolerant.streaming.world import World
 

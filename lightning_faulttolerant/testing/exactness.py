@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
-from lightning_faulttolerant.checkpoint.rank_states import packed_state
+from lightning_faulttolerant.checkpoint.ranks import packed_state
+from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.schema import RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.state.objects.object_state import names_in

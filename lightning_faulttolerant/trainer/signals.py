@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from types import FrameType
 
-from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.processes import end_process
 
 _log = logging.getLogger(__name__)
 

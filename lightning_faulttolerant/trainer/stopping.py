@@ -20,10 +20,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.processes import call_at_end
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.agreement import STOP

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import atomic_torch_save, atomic_write_bytes, atomic_writer, verify_file
-from lightning_faulttolerant.storage.atomic_file import find_leftovers
+from lightning_faulttolerant.storage.local import find_leftovers
 
 FORK = multiprocessing.get_context("fork")
 

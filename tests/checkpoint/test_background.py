@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_interpreter_waits_for_a_job() -> None:
     """A script that ends without waiting leaves no half-written file."""
     script = (
         "import time\n"
-        "from lightning_faulttolerant.checkpoint.background import BackgroundWriter\n"
+        "from lightning_faulttolerant.checkpoint.saving import BackgroundWriter\n"
         "BackgroundWriter('autosave').start(lambda: (time.sleep(0.3), print('written')))\n"
         "print('ended')\n"
     )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import checked_file, rank_states, verify
-from lightning_faulttolerant.checkpoint.archive import Content, find_damage
-from lightning_faulttolerant.checkpoint.checked_file import CheckedFile
-from lightning_faulttolerant.checkpoint.rank_states import RankReader
+from lightning_faulttolerant.checkpoint import checked_file, ranks, verify
+from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, Content
+from lightning_faulttolerant.checkpoint.ranks import RankReader
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
 
@@ -62,7 +62,7 @@ class CountedFile(io.FileIO):
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedFile]:
     """Let checkpoints be read by a `CountedFile`."""
     CountedFile.num_read, CountedFile.fails_at = 0, -1
-    for module in (verify, rank_states):
+    for module in (verify, ranks):
         monkeypatch.setattr(module, "local_copy", lambda path: CountedFile(path))
     return CountedFile
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.archive import CHUNK_BYTES, read_chunks
+from lightning_faulttolerant.checkpoint.checked_file import CHUNK_BYTES, read_chunks
 
 CONTENT = bytes(range(256)) * (CHUNK_BYTES // 128) + b"end"
 

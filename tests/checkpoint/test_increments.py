@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, verify_file, verify_path
-from lightning_faulttolerant.checkpoint.archive import find_damage
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME
-from lightning_faulttolerant.checkpoint.base_files import base_name, bases_in, remove_unused
+from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter, find_damage
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, base_name, bases_in, remove_unused
+from lightning_faulttolerant.checkpoint.increments import bytes_of, pickled
 from lightning_faulttolerant.checkpoint.joined_file import (
     JoinedFile,
     Place,
@@ -26,8 +26,6 @@ from lightning_faulttolerant.checkpoint.joined_file import (
     find_whole_damage,
     opened_whole,
 )
-from lightning_faulttolerant.checkpoint.storages import bytes_of, pickled
-from lightning_faulttolerant.checkpoint.zip_records import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with
 

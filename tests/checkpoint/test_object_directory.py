@@ -12,8 +12,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, object_directory
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint import AutosaveSeries, autosave_files
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import (
@@ -140,9 +140,9 @@ def test_first_set_that_was_not_completed_is_no_damage(autosaves, has_manifest):
 
 def test_name_is_begun_by_one_process_only(autosaves):
     """Of two processes that believe to hold the run, only one may write objects under a name."""
-    object_directory.begin(autosaves.store, "autosave-00000001-epoch=0-batch=0.ckpt")
+    autosave_files.begin_in_store(autosaves.store, "autosave-00000001-epoch=0-batch=0.ckpt")
     with pytest.raises(FileExistsError):
-        object_directory.begin(autosaves.store, "autosave-00000001-epoch=0-batch=0.ckpt")
+        autosave_files.begin_in_store(autosaves.store, "autosave-00000001-epoch=0-batch=0.ckpt")
 
 
 def test_keep_last_counts_sets_that_verify(autosaves):
@@ -252,7 +252,7 @@ def test_manifest_goes_first_and_is_copied_last(autosaves, monkeypatch):
     note("copy")
     url = save_objects(autosaves, 1)
     name = _name(url)
-    object_directory.rename(autosaves.store, name, "moved")
+    autosave_files.rename(autosaves.store, name, "moved")
     moved = [f"copy moved/{inner}" for inner in (METADATA_NAME, SHARD, MANIFEST_NAME)]
     deleted = [f"delete {inner}" for inner in (MANIFEST_NAME, SHARD, METADATA_NAME)]
     assert steps == [*moved, *deleted]

@@ -18,8 +18,7 @@ from sklearn.preprocessing import LabelEncoder, StandardScaler
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_faulttolerant.checkpoint.opaque import classes_in, pack, unpack
-from lightning_faulttolerant.checkpoint.trust import lines_to_allow
+from lightning_faulttolerant.checkpoint.trust import classes_in, lines_to_allow, pack, unpack
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.errors import CheckpointError
 

@@ -18,8 +18,16 @@ import pytest
 from hypothesis import strategies
 
 from lightning_faulttolerant.checkpoint import pickled
-from lightning_faulttolerant.checkpoint.described import LongData, Made, Named, Storage, TensorInfo
-from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
+from lightning_faulttolerant.checkpoint.pickled import (
+    LongData,
+    Made,
+    Named,
+    Storage,
+    TensorInfo,
+    TooLargePickleError,
+    UnreadablePickleError,
+    describe_pickle,
+)
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 each_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)

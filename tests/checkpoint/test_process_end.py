@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.process_end import call_at_end
+from lightning_faulttolerant.processes import call_at_end
 
 
 def end_in(directory: Path, is_remote: bool) -> None:

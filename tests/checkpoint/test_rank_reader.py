@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_faulttolerant import DamagedCheckpointError, atomic_torch_save
-from lightning_faulttolerant.checkpoint import rank_states
-from lightning_faulttolerant.checkpoint.rank_states import RankReader, as_bytes, joined, packed_state
+from lightning_faulttolerant.checkpoint import ranks
+from lightning_faulttolerant.checkpoint.ranks import RankReader, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import KEY, part_in
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
@@ -166,8 +166,8 @@ def test_where_the_file_system_maps_no_files_all_is_read(
 
 def test_where_files_can_not_be_mapped_all_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is the same without ``/proc``."""
-    original = rank_states.load_open_file
-    monkeypatch.setattr(rank_states, "load_open_file", lambda *arguments, mapped=False: original(*arguments))
+    original = ranks.load_open_file
+    monkeypatch.setattr(ranks, "load_open_file", lambda *arguments, mapped=False: original(*arguments))
     assert_is_state_of(RankReader(rank=2, num_ranks=NUM_RANKS).load(path, verifies_all=False), 2)
 
 

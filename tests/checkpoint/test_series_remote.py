@@ -20,7 +20,7 @@ from lightning_faulttolerant.errors import (
     RunInUseError,
     UnsafeCheckpointError,
 )
-from lightning_faulttolerant.storage import uploads
+from lightning_faulttolerant.storage import file_systems
 from tests.s3 import client
 from tests.storage.stores import calls_of_s3, damage_what_is_not_sent_yet, read, write
 
@@ -171,13 +171,13 @@ def test_damaged_upload_keeps_what_is_there(s3: str, s3_endpoint: str, monkeypat
     """An autosave that does not arrive as it was sent is an error immediately, and no earlier one is deleted for it."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=1)
     first = save(autosaves, 1)
-    real = uploads._S3Upload.publish
+    real = file_systems._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
         damage_what_is_not_sent_yet(self, lambda data: data[:-1] + b"x")
         real(self)
 
-    monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
+    monkeypatch.setattr(file_systems._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match="did not arrive as it was sent"):
         save(autosaves, 2)
     assert autosaves.paths() == [first]

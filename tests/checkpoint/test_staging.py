@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_faulttolerant.checkpoint import background as staging_module
-from lightning_faulttolerant.checkpoint.background import Staging
+from lightning_faulttolerant.checkpoint import saving
+from lightning_faulttolerant.checkpoint.saving import Staging
 from lightning_faulttolerant.state.rng import rng_state
 
 
@@ -187,6 +187,6 @@ def test_memory_that_cannot_be_reserved_is_no_error(monkeypatch: pytest.MonkeyPa
 
     staging = Staging()
     with monkeypatch.context() as patch:
-        patch.setattr(staging_module, "_make", fails)
+        patch.setattr(saving, "_make", fails)
         staging.reserve({"weight": torch.ones(2)})()
     assert staging.copy({"weight": torch.ones(2)})["weight"].tolist() == [1, 1]

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from tests.checkpoint.writers import SHARD, content, load_objects, save_objects
 from tests.emulators import WARNING

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_faulttolerant.checkpoint.described import TensorInfo
-from lightning_faulttolerant.checkpoint.summary import Summary, read_summary
+from lightning_faulttolerant.checkpoint.pickled import TensorInfo
+from lightning_faulttolerant.checkpoint.schema import Summary, read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -27,7 +27,8 @@ from lightning_faulttolerant.checkpoint import (
     verify_path,
     write_manifest,
 )
-from lightning_faulttolerant.checkpoint.archive import CHUNK_BYTES, find_damage
+from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.checked_file import CHUNK_BYTES
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}

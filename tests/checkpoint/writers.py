@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.checkpoint.verify import load_path
-from lightning_faulttolerant.storage.atomic_file import make_directory
+from lightning_faulttolerant.storage.local import make_directory
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint.base_files import bases_in
+from lightning_faulttolerant.checkpoint.autosave_files import bases_in
 from tests.cli.checkpoints import call, checkpoint, save, save_series
 
 Capture = pytest.CaptureFixture[str]

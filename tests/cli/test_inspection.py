@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined
+from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
 from lightning_faulttolerant.checkpoint.schema import KEY
-from lightning_faulttolerant.cli import inspection, part
+from lightning_faulttolerant.cli import found as finding
+from lightning_faulttolerant.cli import inspection
 from lightning_faulttolerant.cli.inspection import plain
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
@@ -241,7 +242,7 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
     """The command line looks for the keys that a run writes."""
     from lightning_faulttolerant.state import packing
 
-    assert part.KEY == KEY
+    assert finding.KEY == KEY
     assert inspection.BLOBS == packing.POOL
 
 

@@ -12,7 +12,7 @@ import s3fs
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, open_store
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import open_lock
 from tests.checkpoint.writers import SHARD, begin_objects, save_objects
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 from tests.s3 import CREDENTIALS, s3_server

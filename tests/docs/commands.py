@@ -10,7 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 
-from lightning_faulttolerant.cli.command import _parser
+from lightning_faulttolerant.cli import _parser
 from tests.docs.pages import ROOT, Block
 
 # Programs of others; their options are unknown here.

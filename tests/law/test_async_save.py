@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.checkpoint.verify import load_file
-from lightning_faulttolerant.cli.command import main as command
+from lightning_faulttolerant.cli import main as command
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import FitHistory
 from lightning_faulttolerant.records.lines import read_lines

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.cli.report.command import report_lines
+from lightning_faulttolerant.cli.report import report_lines
 from lightning_faulttolerant.records.accounting import chapter_report, report_of
 from lightning_faulttolerant.records.history import FILE_NAME, FitHistory, RunPlace
 from lightning_faulttolerant.trainer.run import history as history_module

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance, MeasuredStep
 from lightning_faulttolerant.checkpoint.verify import load_path
-from lightning_faulttolerant.cli.command import main as command_line
+from lightning_faulttolerant.cli import main as command_line
 from lightning_faulttolerant.records.incidents import Incident, read_incident
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt

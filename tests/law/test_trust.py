@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.preprocessing import LabelEncoder
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.verify import load_file
-from lightning_faulttolerant.cli.command import main as command_line
+from lightning_faulttolerant.cli import main as command_line
 from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.resume.choice import Trust

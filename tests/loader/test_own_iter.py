@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.loader.replayed_loader import takes_each_batch_alone
+from lightning_faulttolerant.loader.replayer import takes_each_batch_alone
 from tests.data_sets import MappingLoader, UnpackingLoader, Unsized
 
 

@@ -23,10 +23,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.processes import this_machine
-from lightning_faulttolerant.storage import lease
-from lightning_faulttolerant.storage.lease import RunLease
-from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLock
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage import lock
+from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLease, RunLock, open_lock
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
 from tests.storage.stores import calls_of_s3
@@ -119,7 +117,7 @@ OTHER = """
 import sys, time
 from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.processes import this_machine
-from lightning_faulttolerant.storage.lease import RunLease
+from lightning_faulttolerant.storage.lock import RunLease
 from lightning_faulttolerant.errors import RunInUseError
 held = RunLease(sys.argv[1], lease_seconds=float(sys.argv[2]))
 held.acquire()
@@ -206,7 +204,7 @@ class Waits:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
         self._now = 0.0
         self._happens: Callable[[], None] | None = happens
-        monkeypatch.setattr(lease, "time", self)
+        monkeypatch.setattr(lock, "time", self)
 
     def monotonic(self) -> float:
         return self._now
@@ -373,4 +371,4 @@ def test_forked_child_neither_holds_nor_releases(remote_url: str) -> None:
 
 def test_lease_is_as_long_as_is_documented() -> None:
     """A lease lasts 30 s and is renewed three times in that time."""
-    assert (lease.LEASE_SECONDS, lease.RENEWALS_PER_LEASE) == (30.0, 3)
+    assert (lock.LEASE_SECONDS, lock.RENEWALS_PER_LEASE) == (30.0, 3)

@@ -21,7 +21,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from lightning_faulttolerant.checkpoint import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
-from lightning_faulttolerant.storage import remote, uploads
+from lightning_faulttolerant.storage import file_systems, remote
 from lightning_faulttolerant.storage.file_systems import file_system
 from lightning_faulttolerant.storage.store import is_url, local_copy, open_file, open_store, open_writer, split_path
 from tests.s3 import PAGE, client
@@ -166,13 +166,13 @@ def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of two writers of one URL may take the other's file for its own, damaged, and move it away."""
-    real = uploads._S3Upload.publish
+    real = file_systems._S3Upload.publish
 
     def publish_first(self: Any) -> None:
         real(self)
         bucket("put_object", Key="run/a", Body=b"theirs")
 
-    monkeypatch.setattr(uploads._S3Upload, "publish", publish_first)
+    monkeypatch.setattr(file_systems._S3Upload, "publish", publish_first)
     write(f"{s3}/run", "a", b"ours, of another length")
     assert open_store(f"{s3}/run").names() == ["a"]
     assert read(f"{s3}/run/a") == b"theirs"
@@ -184,13 +184,13 @@ def test_upload_that_arrives_damaged_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_bytes: int, damage: Any, small_parts: int
 ) -> None:
     """A byte that changes in transit is found by size or ETag, and the file is not available under its name."""
-    real = uploads._S3Upload.publish
+    real = file_systems._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
         damage_what_is_not_sent_yet(self, damage)
         real(self)
 
-    monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
+    monkeypatch.setattr(file_systems._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match=r"did not arrive as it was sent.*s3://.*/run/a\.damaged"):
         write(f"{s3}/run", "a", bytes(num_bytes))
     assert open_store(f"{s3}/run").names() == ["a.damaged"]
@@ -201,8 +201,10 @@ def test_damage_is_found_where_there_are_only_sizes(monkeypatch: pytest.MonkeyPa
     url = "memory://damage-of-memory/run"
     store = open_store(url)
     write(url, "a", b"old")
-    real = uploads._MovedUpload.write
-    monkeypatch.setattr(uploads._MovedUpload, "write", lambda self, piece: (real(self, piece), self._file.truncate(3)))
+    real = file_systems._MovedUpload.write
+    monkeypatch.setattr(
+        file_systems._MovedUpload, "write", lambda self, piece: (real(self, piece), self._file.truncate(3))
+    )
     with pytest.raises(OSError, match="3 bytes, but 10 were sent"):
         write(url, "a", bytes(10))
     assert store.names() == ["a"]
@@ -306,8 +308,8 @@ def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.Monk
 
 def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If ETags are other sums, a file is read back once and found right; then sizes are enough for the bucket."""
-    monkeypatch.setattr(uploads, "_buckets_without_md5", set())
-    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(file_systems, "_buckets_without_md5", set())
+    monkeypatch.setattr(file_systems._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     with calls_of_s3(monkeypatch) as calls:
         write(s3, "a", b"1234")
         write(s3, "b", b"1234")
@@ -316,8 +318,8 @@ def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: py
 
 def test_etags_of_encrypted_objects_are_not_compared(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that is encrypted with a KMS key has an ETag that is not an MD5: only its size is compared."""
-    monkeypatch.setattr(uploads, "_buckets_without_md5", set())
-    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(file_systems, "_buckets_without_md5", set())
+    monkeypatch.setattr(file_systems._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     options = {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     with calls_of_s3(monkeypatch) as calls:
@@ -329,15 +331,15 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the ETag says nothing, the size still does."""
-    monkeypatch.setattr(uploads._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setattr(file_systems._PartDigests, "etag", lambda self, *, is_multipart: "0" * 32)
     monkeypatch.setitem(fsspec.config.conf, "s3", {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}})
-    real = uploads._S3Upload.publish
+    real = file_systems._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
         damage_what_is_not_sent_yet(self, lambda data: data[:3])
         real(self)
 
-    monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
+    monkeypatch.setattr(file_systems._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match="it has 3 bytes, but 4 were sent"):
         write(s3, "a", b"1234")
 
@@ -470,7 +472,7 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
 NO_CLIENT = """
 import sys
 import lightning_faulttolerant.checkpoint as checkpoint
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import open_lock
 checkpoint.open_store("run").names()
 print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.storage.remote")
        if name in sys.modules])

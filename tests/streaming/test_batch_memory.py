@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.streaming.batch_memory import BatchMemory
-from lightning_faulttolerant.streaming.loader import SharedCollate, collate
+from lightning_faulttolerant.streaming.loader import BatchMemory, SharedCollate, collate
 from tests.streaming.same_batches import assert_same
 
 NUM_SAMPLES, BATCH_SIZE = 64, 2

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import MissingIndexError, MissingShardError, UnsafeDataError
 from lightning_faulttolerant.streaming import LocalDataset
-from lightning_faulttolerant.streaming.cache import shard_files
-from lightning_faulttolerant.streaming.cache.locks import FileLock
-from lightning_faulttolerant.streaming.cache.shard_files import LOCK_SUFFIX
+from lightning_faulttolerant.streaming.cache import directory
+from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
 from tests.streaming.cache.children import child, wait_for
 from tests.streaming.shard_files import numbers, shard_paths, write
 
@@ -106,8 +105,8 @@ def test_the_shard_that_was_used_least_recently_is_evicted(cached: tuple[Streami
 def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[StreamingDataset, Path]) -> None:
     """With `blocking=False`, nothing is waited for, and nothing is fetched twice."""
     dataset, cache = cached
-    (cache / shard_files.MARKS_DIRECTORY).mkdir(parents=True, exist_ok=True)
-    path = cache / shard_files.MARKS_DIRECTORY / f"{shard_paths(cache.parent / 'remote')[1].name}{LOCK_SUFFIX}"
+    (cache / directory.MARKS_DIRECTORY).mkdir(parents=True, exist_ok=True)
+    path = cache / directory.MARKS_DIRECTORY / f"{shard_paths(cache.parent / 'remote')[1].name}{LOCK_SUFFIX}"
 
     def fetch() -> None:
         FileLock(str(path)).acquire(0)

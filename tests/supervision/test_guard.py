@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise.supervisor import end_left
+from lightning_faulttolerant.cli.supervisor import end_left
 from lightning_faulttolerant.processes import is_running, started_at
 from lightning_faulttolerant.supervision.guard import Guard, guard
 from lightning_faulttolerant.supervision.marks import Marks

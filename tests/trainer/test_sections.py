@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.processes import parents_and_states
 from lightning_faulttolerant.supervision import marks as kinds
 from lightning_faulttolerant.supervision.marks import (

@@ -14,8 +14,7 @@ from types import ModuleType
 import pytest
 
 import lightning_faulttolerant
-from lightning_faulttolerant.translation import Translation, TwinFinder
-from lightning_faulttolerant.twin import SHARED, TRANSLATION
+from lightning_faulttolerant.twin import SHARED, TRANSLATION, Translation, TwinFinder
 
 TRAINER = Path(lightning_faulttolerant.__file__).parent / "trainer"
 # Values that can change, and may exist twice, one for each package. By module, with the reason.

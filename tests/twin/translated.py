@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_utilities.core import rank_zero
 
-from lightning_faulttolerant.translation import Translation, TwinFinder
+from lightning_faulttolerant.twin import Translation, TwinFinder
 
 PACKAGE = "twin_tests"
 _TESTS = Path(__file__).parents[1]

@@ -24,8 +24,15 @@ from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.ledgers import STAGES, TRAIN
 from lightning_faulttolerant.cli.drill.page import page
 from lightning_faulttolerant.cli.drill.process import KILL, KINDS, DrillSettings
-from lightning_faulttolerant.cli.drill.progress import duration, progress_on
-from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike, equal_before
+from lightning_faulttolerant.cli.drill.result import (
+    Cause,
+    Difference,
+    DrillResult,
+    Strike,
+    duration,
+    equal_before,
+    progress_on,
+)
 from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command, safe, table
 
 _WIDTH = 80

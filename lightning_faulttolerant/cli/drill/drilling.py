@@ -31,7 +31,6 @@ from lightning_faulttolerant.cli.drill.comparison import (
 )
 from lightning_faulttolerant.cli.drill.ledgers import FIT, BatchNumbers, Event, RankOfRun, Resumption, place_before
 from lightning_faulttolerant.cli.drill.process import EXCEPTION, DrillProcess, DrillSettings, tail_of
-from lightning_faulttolerant.cli.drill.progress import Progress
 from lightning_faulttolerant.cli.drill.result import (
     INTERRUPTED,
     NOT_JUDGED,
@@ -41,12 +40,13 @@ from lightning_faulttolerant.cli.drill.result import (
     DrillResult,
     DrillVerdict,
     Point,
+    Progress,
     RunOfDrill,
     Strike,
 )
 from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.strikes import counted_batches, stretches_of, strikes_of
-from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.cli.text import plural
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from lightning_faulttolerant.cli import html, plot
 from lightning_faulttolerant.cli.drill.result import (
     DIFFERS,
     EXACT,
@@ -18,19 +19,9 @@ from lightning_faulttolerant.cli.drill.result import (
     Strike,
     equal_before,
 )
-from lightning_faulttolerant.cli.page import plot
-from lightning_faulttolerant.cli.page.html import Child, Markup, document, pairs, stats, table, tag
-from lightning_faulttolerant.cli.page.numbers import (
-    Scale,
-    count_scale,
-    count_text,
-    duration_text,
-    plural,
-    value_scale,
-    value_text,
-)
-from lightning_faulttolerant.cli.page.plot import Area, Readout, spread
-from lightning_faulttolerant.cli.text import moment_text
+from lightning_faulttolerant.cli.html import Child, Markup, document, pairs, stats, table, tag
+from lightning_faulttolerant.cli.plot import Area, Readout, Scale, count_scale, spread, value_scale
+from lightning_faulttolerant.cli.text import count_text, duration_text, moment_text, plural, value_text
 
 _HEAD = 26  # room for the strikes above the curves
 _CURVES = 260
@@ -107,7 +98,7 @@ def picture(result: DrillResult) -> Markup | None:
         readouts=_readouts(result, area) if has_losses else (),
     )
     caption = _caption(max(runs, key=lambda run: len(run.curve)), is_log=area.y.is_log)
-    return plot.figure(drawn, legend=_legend(result, has_losses=has_losses), caption=caption)
+    return html.figure(drawn, legend=_legend(result, has_losses=has_losses), caption=caption)
 
 
 def _caption(run: RunOfDrill, *, is_log: bool) -> str:
@@ -200,7 +191,7 @@ def _legend(result: DrillResult, *, has_losses: bool) -> Markup:
         entries.append(("tip fault", "strike"))
         if result.interrupted is not None:
             entries += [("good", "what each process did"), ("again", "done again by the next")]
-    return plot.legend(*entries)
+    return html.legend(*entries)
 
 
 def _readouts(result: DrillResult, area: Area) -> list[Readout]:

@@ -21,7 +21,6 @@ from typing import final
 from lightning_faulttolerant.cli.drill.ledgers import FIT, STEPS, VALIDATION, Place, Resumption, place_of, resumption_of
 from lightning_faulttolerant.processes import parents_and_states, with_children
 from lightning_faulttolerant.records import ledger
-from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.lines import Line, each_line, parse_lines
 
 KILL = "KILL"
@@ -128,7 +127,7 @@ class ProcessTree:
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], token: str, output: Path) -> None:
         self._command = list(command)
-        self._environment = {**environment, DRILL_VARIABLE: token}
+        self._environment = {**environment, ledger.DRILL_VARIABLE: token}
         self._token = token
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
@@ -205,7 +204,7 @@ def _has_token(process_id: int, token: str) -> bool:
         variables = (_PROCESSES / str(process_id) / "environ").read_bytes()
     except OSError:  # gone, or owned by another user
         return False
-    return f"{DRILL_VARIABLE}={token}".encode() in variables.split(b"\0")
+    return f"{ledger.DRILL_VARIABLE}={token}".encode() in variables.split(b"\0")
 
 
 def _by_ps(process_ids: set[int]) -> set[int]:

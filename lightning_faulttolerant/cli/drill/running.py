@@ -11,7 +11,7 @@ from typing import final
 from lightning_faulttolerant.cli.drill.comparison import Follower
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Place, RankOfRun, place_before
 from lightning_faulttolerant.cli.drill.process import EXCEPTION, KILL, TERM, DrillProcess, DrillSettings
-from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
+from lightning_faulttolerant.cli.drill.result import Progress, Status, duration
 from lightning_faulttolerant.cli.drill.strikes import StrikeMoment, moments_of, moved, plan_of, postponed
 
 ENDED = "ended"

@@ -23,13 +23,17 @@ from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.encoding import VALUES
 from lightning_faulttolerant.state.objects.graph import Graph, alias_of
-from lightning_faulttolerant.state.objects.leaves import MADE, PICKLED, decode_array, decode_leaf, set_state
-from lightning_faulttolerant.state.objects.names import (
+from lightning_faulttolerant.state.objects.leaves import (
     BUILTINS,
+    MADE,
+    PICKLED,
+    decode_array,
+    decode_leaf,
     found_class,
     found_method,
     found_part,
     found_progress_bar,
+    set_state,
 )
 
 

@@ -25,21 +25,24 @@ from torch import Tensor
 from lightning_faulttolerant.state import generators
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.graph import Aliases, Graph, name_of
-from lightning_faulttolerant.state.objects.leaves import Pickles, encode_array, encode_leaf, has_whole_state, plain_of
-from lightning_faulttolerant.state.objects.names import (
+from lightning_faulttolerant.state.objects.leaves import (
     CantCarryError,
     LiveError,
     OpaqueError,
+    Pickles,
     SavedError,
     TooLargeError,
     check_not_saved,
     class_name,
+    encode_array,
+    encode_leaf,
+    has_whole_state,
     method_name,
     part_name,
+    plain_of,
     why_not,
 )
-from lightning_faulttolerant.state.objects.users import is_users
-from lightning_faulttolerant.state.reachable import is_generator
+from lightning_faulttolerant.state.reachable import is_generator, is_users
 from lightning_faulttolerant.state.tensors import shard_of
 
 _PLAIN = frozenset({type(None), bool, int, float})

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.baseline import Mark, Weak, held, is_readable, items_mark
-from lightning_faulttolerant.state.objects.records import Layer, Records
+from lightning_faulttolerant.state.objects.baseline import Layer, Mark, Records, Weak, held, items_mark
+from lightning_faulttolerant.state.tensors import is_readable
 
 _MAX_RATIO = 4  # the base of a view is carried with it, if it is at most this many times as large
 

@@ -29,8 +29,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lightning_faulttolerant.state.objects.users import is_users
-from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, own_dict
+from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_users, own_dict
 
 CONTAINERS = (list, dict, set, deque)
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.baseline import held, is_readable, same
+from lightning_faulttolerant.state.objects.baseline import held, same
 from lightning_faulttolerant.state.objects.decoding import Decoder, NothingThereError, delete_attribute, set_attribute
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, Node
-from lightning_faulttolerant.state.objects.names import CantCarryError, LiveError, OpaqueError, SavedError
+from lightning_faulttolerant.state.objects.leaves import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
 from lightning_faulttolerant.state.packing import digests_of
+from lightning_faulttolerant.state.tensors import is_readable
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
 _STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes

@@ -1,5 +1,9 @@
 """Walks over all that can be reached from some roots, and records each object that can change by one path.
 
+The user's own modules are such roots: those whose files belong neither to Python nor to an installed package. Globals
+that do not belong to a module count as one too: those of running functions, and of the classes of given objects. See
+`is_detached`.
+
 Objects that have not changed yet are compared all together. A worker checks its objects after each batch, so a check
 must cost next to nothing while nothing changes.
 """
@@ -9,12 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import operator
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,13 +27,12 @@ from torch import Tensor, nn
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.baseline import (
     MANY_ITEMS,
-    SMALL_BYTES,
     Mark,
     hold,
-    is_readable,
     length_mark,
     mark_of,
     plain_data_mark,
+    records_of,
     sample_mark,
 )
 from lightning_faulttolerant.state.objects.graph import (
@@ -41,15 +45,119 @@ from lightning_faulttolerant.state.objects.graph import (
     of_module,
     of_namespace,
 )
-from lightning_faulttolerant.state.objects.records import records_of
-from lightning_faulttolerant.state.objects.users import (
+from lightning_faulttolerant.state.reachable import (
     global_path,
+    has_dict,
+    is_detached,
     is_detached_class,
+    is_generator,
     is_librarys,
     is_users,
     is_users_function,
+    is_users_module,
 )
-from lightning_faulttolerant.state.reachable import has_dict, is_generator
+from lightning_faulttolerant.state.tensors import SMALL_BYTES, is_readable
+
+_FIRST_COPY = 2
+
+
+class _Detached:
+    """An object with the globals of a function as its attributes: the same dict.
+
+    Args:
+        variables: The globals.
+    """
+
+    def __init__(self, variables: dict[str, object]) -> None:
+        self.__dict__ = variables
+
+
+def users_namespaces(roots: Mapping[str, object]) -> dict[str, kinds.Namespace]:
+    """Return the globals of the user's modules, and the attributes of the classes defined there, by name.
+
+    Args:
+        roots: Objects whose classes may have globals without a module, or mappings and sequences of such objects.
+    """
+    found: dict[str, kinds.Namespace] = {}
+    for name, module in _with_detached(_users_modules(), roots):
+        found[global_path(name)] = kinds.Namespace(owner=module)
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value.__module__ == vars(module).get("__name__"):
+                found[global_path(name, value.__qualname__)] = kinds.Namespace(owner=value)
+    return found
+
+
+def users_variables(roots: Mapping[str, object]) -> dict[str, object]:
+    """Return the same as direct mappings of names to values."""
+    return {name: vars(namespace.owner) for name, namespace in users_namespaces(roots).items()}
+
+
+def _with_detached(
+    modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, object]
+) -> Iterator[tuple[str, object]]:
+    """Yield modules, and globals that do not belong to a module."""
+    yield from modules
+    names = {name for name, _ in modules}
+    found = {id(variables): variables for variables in (*_of_frames(), *_of_classes(roots)) if is_detached(variables)}
+    for variables in found.values():
+        own = str(variables.get("__name__"))
+        copies = (f"{own}~{number}" for number in count(_FIRST_COPY))
+        name = next(name for name in chain([own], copies) if name not in names)
+        names.add(name)
+        yield name, _Detached(variables)
+
+
+def _of_frames() -> list[dict[str, object]]:
+    """Return the globals of the running functions, the outermost first."""
+    frame: types.FrameType | None = sys._getframe()
+    found = []
+    while frame is not None:
+        found.append(frame.f_globals)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _of_classes(roots: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """Yield the globals of the functions of some objects' classes."""
+    for root in roots.values():
+        parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else [root]
+        for part in parts:
+            functions = [part, *(each for kind in type(part).__mro__ for each in vars(kind).values())]
+            yield from (each.__globals__ for each in functions if isinstance(each, types.FunctionType))
+
+
+_found: tuple[int, object, list[tuple[str, types.ModuleType]]] = (0, None, [])
+_whose: dict[str, tuple[Any, bool]] = {}
+"""For each name in `sys.modules`, its module and whether that is the user's."""
+
+
+def _users_modules() -> list[tuple[str, types.ModuleType]]:
+    """Return the user's modules; there are thousands of modules, so each is only checked once."""
+    global _found, _whose
+    num_modules, main = len(sys.modules), sys.modules.get("__main__")
+    if _found[0] != num_modules or _found[1] is not main:
+        _whose = {name: _looked_at(name, module) for name, module in list(sys.modules.items())}
+        _found = (num_modules, main, list(_search()))
+    return _found[2]
+
+
+def _looked_at(name: str, module: object) -> tuple[object, bool]:
+    known = _whose.get(name)
+    if known is not None and known[0] is module:
+        return known
+    return module, isinstance(module, types.ModuleType) and is_users_module(module)
+
+
+def _search() -> Iterator[tuple[str, types.ModuleType]]:
+    seen: set[int] = set()
+    main, is_mains = _whose.get("__main__", (None, False))
+    for name, (module, is_own) in _whose.items():
+        if name == "__mp_main__" and main is not module and is_mains:
+            continue  # the main module before it was replaced (by runpy, a debugger)
+        if is_own and id(module) not in seen:
+            seen.add(id(module))
+            yield "__main__" if name == "__mp_main__" else name, module
+
 
 _log = logging.getLogger(__name__)
 

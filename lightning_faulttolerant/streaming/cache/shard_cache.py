@@ -9,18 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.streaming.cache.directory import ProcessLock, locked, temporary_for
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
-from lightning_faulttolerant.streaming.cache.limit import CacheLimit
-from lightning_faulttolerant.streaming.cache.locks import ProcessLock, locked
 from lightning_faulttolerant.streaming.cache.shard_files import (
     CacheContents,
+    CacheLimit,
     KeptShards,
     hash_fault,
     publish,
     size_fault,
-    temporary_for,
 )
-from lightning_faulttolerant.streaming.format.compression import decompress_file
+from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, is_known_hash
 
 Opened = TypeVar("Opened")

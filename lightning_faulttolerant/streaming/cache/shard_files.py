@@ -1,131 +1,46 @@
-"""The shards in a cache directory: which are complete, when each was used, and how much room they take.
+"""The shards in a cache directory: which are complete, when each was used, and how much room they may take.
 
-A mark is this machine's record of a shard. A file is trusted unread if it is the same file that was checked: its inode,
-size, and times are those of its mark, and the machine has not been restarted since. A restart matters because a file
-written shortly before a power loss may have lost its content and nothing else. Otherwise its content is compared with
-the checksum of the mark. A mark is written before its file, so a file without a mark was not fetched by this package.
-
-A checksum is not compared with anything when a file has just been fetched, so it may be added to the mark later. Until
-then, the file is trusted only while it is unchanged, and otherwise it is fetched again.
-
-Files that are being written have temporary names. Those of dead processes are removed.
+The limit counts all streams of a data set and all processes of this machine together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import re
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, final
 
+from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
-from lightning_faulttolerant.storage.atomic_file import (
-    atomic_writer,
-    is_of_this_process,
-    is_unchanged_for_long,
-    leftovers,
-    target_name,
-    temporary_name,
+from lightning_faulttolerant.storage.local import target_name
+from lightning_faulttolerant.streaming.cache.directory import (
+    LOCK_SUFFIX,
+    MARK_SUFFIX,
+    MARKS_DIRECTORY,
+    OTHER_INDEX,
+    FileLock,
+    FileMark,
+    ShardMark,
+    file_identity,
+    is_abandoned,
+    locked,
+    mark_path,
+    parse_bytes,
+    read_mark,
+    remove_leftovers,
+    write_mark,
 )
-from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
+from lightning_faulttolerant.streaming.cache.downloads import pause
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, digest
 
-MARKS_DIRECTORY = ".faulttolerant"
-"""The folder of marks and locks, in the directory of the cache."""
-MARK_SUFFIX = ".mark"
 CRC32 = "crc32"
 
 _BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileMark:
-    """One file at the time of its check.
-
-    Args:
-        algorithm: The algorithm of the checksum.
-        checksum: The checksum of the whole file, hexadecimal; empty if it is not known yet.
-        identity: Its inode, its size, and the change times of its content and its entry; empty if it may be new.
-    """
-
-    algorithm: str
-    checksum: str
-    identity: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardMark:
-    """The result of a shard's check.
-
-    Args:
-        index: The digest of the index that it belongs to.
-        boot: The boot of the machine in which it was checked; empty if unknown.
-        is_downloaded: Whether it was fetched, so it may be evicted; False if it was found in the directory.
-        files: Its files, in the order of the shard's.
-    """
-
-    index: str
-    boot: str
-    is_downloaded: bool
-    files: tuple[FileMark, ...]
-
-    def is_unchanged(self, paths: list[str]) -> bool:
-        """Return whether the files are those that were checked, without reading them."""
-        return (
-            bool(self.boot) and self.boot == this_boot() and [file_identity(path) for path in paths] == self._identities
-        )
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the checksums of all files are known."""
-        return all(file.checksum for file in self.files)
-
-    @property
-    def _identities(self) -> list[tuple[int, ...]]:
-        return [file.identity for file in self.files]
-
-
-def mark_path(directory: str, basename: str, suffix: str = MARK_SUFFIX) -> str:
-    """Return the path of a shard's mark, or of another file that is kept for it."""
-    return os.path.join(directory, MARKS_DIRECTORY, basename + suffix)
-
-
-def read_mark(path: str) -> ShardMark | None:
-    """Return a mark, or None if it is missing. A mark that can't be parsed is returned as one without an index."""
-    try:
-        content = Path(path).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        found = json.loads(content)
-        files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
-        return ShardMark(**found, files=files)
-    except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard
-        return ShardMark(index="", boot="", is_downloaded=True, files=())
-
-
-def write_mark(path: str, mark: ShardMark) -> None:
-    """Write a mark. If nothing can be written, the next process checks the shard again."""
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with atomic_writer(path, fsync=False) as file:
-            file.write(json.dumps(asdict(mark)).encode())
-
-
-def file_identity(path: str) -> tuple[int, ...]:
-    """Return values that change when a file is written, replaced, or renamed. Empty if the file is missing."""
-    try:
-        found: Any = os.stat(path)
-    except OSError:
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def crc32(path: str) -> str:
@@ -137,45 +52,6 @@ def crc32(path: str) -> str:
             checksum = zlib.crc32(memoryview(block)[:num_bytes], checksum)
     return f"{checksum:08x}"
 
-
-@contextlib.contextmanager
-def temporary_for(path: str) -> Iterator[str]:
-    """Yield a temporary path next to a path, to be written and then moved to the path. A leftover file is removed.
-
-    Args:
-        path: The final path of the file, in an existing directory.
-    """
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, temporary_name(name))
-    try:
-        yield temporary
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def remove_leftovers(directory: str) -> None:
-    """Remove the files that dead processes were writing in a directory.
-
-    A file that does not change for an hour goes too: its writer is on another host, or its process id came again. If
-    the writer lives, it repeats its download, and nothing else can go wrong.
-
-    Args:
-        directory: The directory of the cache. Subfolders are not checked.
-    """
-    with contextlib.suppress(OSError):
-        temporary = [name for name in os.listdir(directory) if target_name(name) is not None]
-        dead = {name for name, _ in leftovers(temporary)}
-        for name in temporary:
-            path = os.path.join(directory, name)
-            if name in dead or (not is_of_this_process(name) and is_unchanged_for_long(path)):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-
-
-LOCK_SUFFIX = ".lock"
-OTHER_INDEX = "index-"
-"""The prefix of a folder that holds the shards of another index."""
 
 _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
@@ -485,3 +361,139 @@ def _remove(path: str) -> int:
     except FileNotFoundError:
         return 0
     return num_bytes
+
+
+_LOCK_NAME = "eviction.lock"
+_LOOK_SECONDS = 0.05
+_STILL_SECONDS = 2.0
+_NUM_LARGEST = 4  # as in the original: for reading, for prefetching, and room for other processes
+
+
+class LimitedCache(Protocol):
+    """The interface of one stream's cache that a limit needs."""
+
+    directory: str
+
+    def num_bytes_of(self, shard: int) -> int:
+        """Return how much room a shard takes while it is fetched."""
+
+    def contents(self) -> CacheContents:
+        """Scan the directory."""
+
+    def is_held(self, shard: int) -> bool:
+        """Return whether this process is using a shard."""
+
+    def evict(self, shard: int, last_use: int) -> int:
+        """Remove a shard if that is allowed, and return the number of bytes freed."""
+
+
+class _Room(NamedTuple):
+    """The bytes in use: in all, by this process alone, and by fetches in progress."""
+
+    used: int
+    held: int
+    announced: int
+
+
+@final
+class CacheLimit:
+    """Evicts the least recently used shards, to keep all cached files below a limit.
+
+    It counts the files in the cache directories of the streams, whichever process fetched them. It never evicts files
+    that were not fetched (perhaps the only copy), nor files that this process uses. Streams without a remote don't
+    count.
+
+    Args:
+        limit: In bytes: a number, or a string such as ``"10gb"`` (1 kB is 1,024 bytes).
+
+    Raises:
+        ValueError: If it is not a size, or smaller than a shard that is added.
+    """
+
+    def __init__(self, limit: int | str) -> None:
+        self.num_bytes = parse_bytes(limit)
+        self._caches: dict[str, LimitedCache] = {}
+        self._largest = 0
+
+    def add(self, cache: LimitedCache, num_shards: int) -> None:
+        """Include a cache in the limit.
+
+        Args:
+            cache: The cache of one stream.
+            num_shards: The number of shards in its index.
+        """
+        largest = max((cache.num_bytes_of(shard) for shard in range(num_shards)), default=0)
+        if largest > self.num_bytes:
+            raise ValueError(
+                f"cache_limit is {self.num_bytes} bytes, but the largest shard in {cache.directory} takes {largest} "
+                "while it is fetched (with its compressed file). It could never be read. Pass a larger cache_limit."
+            )
+        self._caches[os.path.realpath(cache.directory)] = cache
+        self._largest = max(self._largest, largest)
+
+    def check(self, index_bytes: int) -> None:
+        """Raise ValueError if a run would soon find no room.
+
+        Args:
+            index_bytes: The size of the indexes in the caches that count.
+        """
+        least = max(_NUM_LARGEST * self._largest, index_bytes + self._largest)
+        if self.num_bytes < least:
+            raise ValueError(
+                f"cache_limit is {self.num_bytes} bytes, which is too low: the largest shard takes {self._largest} "
+                f"while it is fetched, the indexes {index_bytes}, and the limit needs room for {_NUM_LARGEST} such "
+                f"shards. Pass at least {least}, and more if several processes read."
+            )
+
+    def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
+        """Evict until a shard fits, and announce the shard to all processes.
+
+        Args:
+            cache: The shard's cache.
+            shard: Its number.
+            lock: The lock of the fetch; None if it could not be taken.
+            timeout_seconds: How long to wait for fetches of other processes.
+
+        Raises:
+            CacheLimitError: If all existing shards are in use, or may not be evicted.
+        """
+        num_bytes = cache.num_bytes_of(shard)
+        begin = time.monotonic()
+        directory = os.path.join(min(self._caches), MARKS_DIRECTORY)
+        os.makedirs(directory, exist_ok=True)
+        while True:
+            with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):
+                room = self._evict(num_bytes)
+                if room.used + num_bytes <= self.num_bytes:
+                    if lock is not None:
+                        lock.announce(num_bytes)
+                    return
+            # Other processes' fetches can be evicted once they are complete. So can a shard used just now, once another
+            # one is used.
+            patience = timeout_seconds if room.announced else min(timeout_seconds, _STILL_SECONDS)
+            if room.held + num_bytes > self.num_bytes or time.monotonic() - begin > patience:
+                raise CacheLimitError(
+                    f"cache_limit is {self.num_bytes} bytes. Of the {room.used} that are in use, this process is "
+                    f"reading {room.held}, other processes are fetching {room.announced}, and the rest may not be "
+                    f"evicted. The next shard takes {num_bytes}. Pass a larger cache_limit, or use smaller shards, or "
+                    "a shuffle that needs fewer shards at a time."
+                )
+            pause(_LOOK_SECONDS)
+
+    def _evict(self, num_bytes: int) -> _Room:
+        used, held, announced, candidates = 0, 0, 0, []
+        caches = list(self._caches.values())
+        for number, cache in enumerate(caches):
+            contents = cache.contents()
+            announced += contents.num_announced
+            used += contents.num_bytes + contents.num_announced
+            for shard, last_use in contents.last_uses.items():
+                if cache.is_held(shard):
+                    held += cache.num_bytes_of(shard)
+                else:
+                    candidates.append((last_use, number, shard))
+        for last_use, number, shard in sorted(candidates):
+            if used + num_bytes <= self.num_bytes:
+                break
+            used -= caches[number].evict(shard, last_use)
+        return _Room(used, held, announced)

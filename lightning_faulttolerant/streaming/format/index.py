@@ -19,7 +19,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_faulttolerant.errors import DamagedIndexError
-from lightning_faulttolerant.streaming.format.compression import is_known_compression
+from lightning_faulttolerant.streaming.format.codecs import (
+    ImageFile,
+    ImageList,
+    JpegArray,
+    RawImage,
+    is_known_compression,
+)
 from lightning_faulttolerant.streaming.format.encoding import (
     DTYPES,
     Buffer,
@@ -36,7 +42,6 @@ from lightning_faulttolerant.streaming.format.encoding import (
     array_encoding,
     extra,
 )
-from lightning_faulttolerant.streaming.format.images import ImageFile, ImageList, JpegArray, RawImage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

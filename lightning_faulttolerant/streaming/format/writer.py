@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.format.compression import compress, extension, is_known_compression
+from lightning_faulttolerant.streaming.format.codecs import compress, extension, is_known_compression
 from lightning_faulttolerant.streaming.format.encoding import expect_type
 from lightning_faulttolerant.streaming.format.index import (
     SEPARATORS,

@@ -8,8 +8,7 @@ from lightning_faulttolerant.streaming.order.batching import (
     normalised,
     positions_of_step,
 )
-from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
-from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
+from lightning_faulttolerant.streaming.order.epoch import EpochOrder, Shares, Weight, epoch_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.originals import (
     SHUFFLES,
     default_block_size,

@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order.blocks import grouped
-from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutation
-from lightning_faulttolerant.streaming.order.epoch import DEFAULT, EpochOrder, epoch_order
-from lightning_faulttolerant.streaming.order.mixing import Shares
+from lightning_faulttolerant.streaming.order.epoch import DEFAULT, EpochOrder, Shares, epoch_order
 from lightning_faulttolerant.streaming.order.originals import default_block_size
+from lightning_faulttolerant.streaming.order.shuffles import Ints, grouped, key_of, permutation
 from lightning_faulttolerant.streaming.world import World
 
 

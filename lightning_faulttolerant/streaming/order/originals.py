@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order.draws import Ints, PaddedRows
+from lightning_faulttolerant.streaming.order.shuffles import Ints, PaddedRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,12 +17,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.autosave_directory import PREDICTIONS_NAME
-from lightning_faulttolerant.checkpoint.opaque import pack
+from lightning_faulttolerant.checkpoint.autosave_files import PREDICTIONS_NAME
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
+from lightning_faulttolerant.checkpoint.saving import save_to_file
 from lightning_faulttolerant.checkpoint.schema import KEY, PartHeader, part_with
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.trust import pack
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.loader.remaining import Rest
 from lightning_faulttolerant.loader.resized import fresh_moment

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
+from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.roots import Moves, absolute, real
 from lightning_faulttolerant.trainer.patches import Method, Patches

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, opened_whole
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart, part_in
 from lightning_faulttolerant.storage.store import is_url, local_copy

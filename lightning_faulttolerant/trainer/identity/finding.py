@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.records.runs import FitRecord
-from lightning_faulttolerant.state.objects.users import file_of, is_users_file
-from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.state.reachable import file_of, is_users_file, own_dict
 from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.identity import compat
 from lightning_faulttolerant.trainer.position import FIT

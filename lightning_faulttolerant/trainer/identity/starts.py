@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import (
@@ -34,7 +34,7 @@ from lightning_faulttolerant.records.runs import (
     record_from_json,
     registry_at,
 )
-from lightning_faulttolerant.state.objects.users import file_of, is_users_file
+from lightning_faulttolerant.state.reachable import file_of, is_users_file
 from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
 _log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.loader.exactness import (
     Exactness,
     OwnState,
+    keeps_own_position,
     needs_no_position,
     share_a_state,
     stateful_dataset,
@@ -24,12 +25,10 @@ from lightning_faulttolerant.loader.exactness import (
 )
 from lightning_faulttolerant.loader.index_record import deal_of
 from lightning_faulttolerant.loader.iteration import IterationOwner
+from lightning_faulttolerant.loader.other_loaders import is_replayed, keeps_own_state
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches, deal_as_json
-from lightning_faulttolerant.loader.replayed_loader import is_replayed
-from lightning_faulttolerant.loader.stateful_loader import keeps_own_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.rng import look, set_rng_state
 from lightning_faulttolerant.trainer import compat

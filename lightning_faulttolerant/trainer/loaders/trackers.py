@@ -24,13 +24,18 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness, OwnState
+from lightning_faulttolerant.loader.exactness import TRACKER, Exactness, OwnState
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import IterationOwner
-from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_of, why_not_replayed
-from lightning_faulttolerant.loader.stateful_loader import OwnLoader, keeps_own_state, why_state_is_no_use
+from lightning_faulttolerant.loader.other_loaders import (
+    OwnLoader,
+    ReplayedLoader,
+    keeps_own_state,
+    user_loader_of,
+    why_not_replayed,
+    why_state_is_no_use,
+)
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.tracked_class import TRACKER
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

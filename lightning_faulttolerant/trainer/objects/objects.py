@@ -17,19 +17,19 @@ from torch.utils.data import IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import has_own_state
 from lightning_faulttolerant.loader.objects import (
     AN_ITERATOR,
     lost_in_loaders,
     lost_in_workers,
 )
-from lightning_faulttolerant.loader.tracked_class import has_own_state
 from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
-from lightning_faulttolerant.state.objects.names import CantCarryError
+from lightning_faulttolerant.state.objects.leaves import CantCarryError
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
-from lightning_faulttolerant.state.objects.users import is_global, is_librarys, names_in_code
+from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads

@@ -17,16 +17,15 @@ from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant.loader.exactness import REPLAYED, has_own_class, names_of_others
 from lightning_faulttolerant.loader.objects import (
     goes_by_attributes,
     is_iterated,
 )
-from lightning_faulttolerant.loader.tracked_class import REPLAYED, has_own_class, names_of_others
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer, once_per_kind
-from lightning_faulttolerant.state.objects.modules import users_namespaces
-from lightning_faulttolerant.state.objects.users import is_librarys, names_in_code, names_in_libraries
-from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces
+from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.compat import experiments_of
 from lightning_faulttolerant.trainer.process import is_left_out

@@ -12,8 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.rank_states import as_bytes, joined, packed_state
-from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.checkpoint.ranks import Ranks, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.objects.object_state import contents_of

@@ -26,7 +26,7 @@ from typing import IO, Any, Final, final
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.storage.store import Store, local_copy, open_file, open_store

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
+from lightning_faulttolerant.processes import end_process
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.connection import Line
 from lightning_faulttolerant.trainer.signals import StopReason, StopSignals

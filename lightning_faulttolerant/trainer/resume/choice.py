@@ -18,14 +18,19 @@ from typing import Any, final
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.advice import worded
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
-from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
-from lightning_faulttolerant.checkpoint.rank_states import RankReader, check, identity_of
-from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, RANKS, CheckpointPart, checked_part, part_in
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
+from lightning_faulttolerant.checkpoint.ranks import RankReader, Ranks, check, identity_of
+from lightning_faulttolerant.checkpoint.schema import (
+    KEY,
+    PICKLED,
+    RANKS,
+    CheckpointPart,
+    checked_part,
+    part_in,
+    read_summary,
+)
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.summary import read_summary
-from lightning_faulttolerant.checkpoint.trust import lines_to_allow, why_not_trusted
+from lightning_faulttolerant.checkpoint.trust import Packed, classes_in, lines_to_allow, unpack, why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths, verify_path
 from lightning_faulttolerant.errors import (
     CheckpointError,

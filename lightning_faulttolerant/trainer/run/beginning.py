@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.process_end import leave_process
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.processes import leave_process
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.records.runs import lookup_requested, write_lookup

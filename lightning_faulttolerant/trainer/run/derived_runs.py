@@ -18,15 +18,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-from lightning_faulttolerant.checkpoint.autosave_directory import (
+from lightning_faulttolerant.checkpoint.autosave_files import (
     AUTOSAVE_NAME,
     KEPT_FOLDER,
     SUPERSEDED_NAME,
     fit_number,
+    incident_paths,
+    is_kept,
+    kept_paths,
     sequence_of,
 )
-from lightning_faulttolerant.checkpoint.incident_files import incident_paths
-from lightning_faulttolerant.checkpoint.kept_autosaves import is_kept, kept_paths
 from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path

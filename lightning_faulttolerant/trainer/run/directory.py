@@ -23,14 +23,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict
 
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
-from lightning_faulttolerant.checkpoint.process_end import call_at_end
+from lightning_faulttolerant.checkpoint.autosave_files import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.processes import call_at_end
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
-from lightning_faulttolerant.storage.lock import LOCK_NAME, Lock
-from lightning_faulttolerant.storage.locks import open_lock
+from lightning_faulttolerant.storage.lock import LOCK_NAME, Lock, open_lock
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history

@@ -28,7 +28,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from lightning_faulttolerant.checkpoint.schema import SavedFingerprint
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from lightning_faulttolerant.loader.foreign import drawn_orders, is_hugging_face
+from lightning_faulttolerant.loader.data_sets import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.reachable import own_dict

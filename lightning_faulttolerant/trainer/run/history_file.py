@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, final
 
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, DONE, FILE_NAME
 from lightning_faulttolerant.records.lines import Line, append_line, parse_lines, read_lines
 from lightning_faulttolerant.records.shortening import shortened, text_of

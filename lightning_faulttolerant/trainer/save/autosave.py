@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.background import BackgroundWriter, Staging
-from lightning_faulttolerant.checkpoint.incident_files import save_incident
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, Staging, save_to_file
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, PartHeader
-from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries, save_incident
 from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_state, load_buffers
 from lightning_faulttolerant.trainer.compat import import_for_dump, running_hook
 from lightning_faulttolerant.trainer.log import tell

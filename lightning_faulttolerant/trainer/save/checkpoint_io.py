@@ -6,10 +6,10 @@ import os
 import pathlib
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.saving import save_to_file
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
-from lightning_faulttolerant.storage.atomic_file import remove_abandoned
+from lightning_faulttolerant.storage.local import remove_abandoned
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store, split_path
 from lightning_faulttolerant.trainer.bases import AnyCheckpointIO, served_of_any
 

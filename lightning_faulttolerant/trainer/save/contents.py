@@ -23,9 +23,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
-from lightning_faulttolerant.checkpoint.opaque import Packed, pack
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead, PartHeader, part_with
+from lightning_faulttolerant.checkpoint.trust import Packed, pack
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.trainer import compat

@@ -32,8 +32,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_faulttolerant.checkpoint.rank_states import StateBytes
-from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.checkpoint.ranks import Ranks, StateBytes
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.records.history import FIT
 from lightning_faulttolerant.records.incidents import (

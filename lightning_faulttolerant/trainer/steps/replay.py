@@ -28,9 +28,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.process_end import leave_process
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import ReplayError
+from lightning_faulttolerant.processes import leave_process
 from lightning_faulttolerant.records.requests import (
     ENDED,
     LEFT,

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.cli.batch.orders import KnownOrders, in_autosaves, orders_of, places_of, samples_of
+from lightning_faulttolerant.cli.batch import KnownOrders, in_autosaves, orders_of, places_of, samples_of
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches, deal_as_json
 from lightning_faulttolerant.records.history import FILE_NAME
 from lightning_faulttolerant.trainer.recorder import KillAt

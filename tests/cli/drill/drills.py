@@ -13,8 +13,7 @@ from typing import Any, TextIO
 
 from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.process import DrillSettings
-from lightning_faulttolerant.cli.drill.progress import Progress, Status, progress_on
-from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.result import DrillResult, Progress, Status, progress_on
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 ROOT = Path(__file__).parents[3]

@@ -8,8 +8,17 @@ import pytest
 
 from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.command import print_result
-from lightning_faulttolerant.cli.drill.progress import PlainProgress, RichProgress, Status, progress_on
-from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, DrillVerdict, Value
+from lightning_faulttolerant.cli.drill.result import (
+    Cause,
+    Difference,
+    DrillResult,
+    DrillVerdict,
+    PlainProgress,
+    RichProgress,
+    Status,
+    Value,
+    progress_on,
+)
 from tests.cli.drill.made import strike
 
 ADVICE = "Keep a generator in an attribute of the data set, so that it is found, and not in a global of the module."
@@ -85,7 +94,7 @@ def test_plain_progress_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch
     clock = iter([0.0, 1.0, 12.0, 13.0])
     # Not the shared clock: a thread of some client may read that at any moment.
     own = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.time", own)
+    monkeypatch.setattr("lightning_faulttolerant.cli.drill.result.time", own)
     stream = io.StringIO()
     progress = PlainProgress(stream)
     for done in range(4):
@@ -134,6 +143,6 @@ def test_progress_is_plain_where_no_lines_can_move(
     """Without rich, a viewer, or a terminal that can move lines, lines are written."""
     monkeypatch.setenv("TERM", terminal)
     if not terminal:
-        monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.find_spec", lambda _: None)
+        monkeypatch.setattr("lightning_faulttolerant.cli.drill.result.find_spec", lambda _: None)
     with progress_on(stream) as progress:
         assert isinstance(progress, PlainProgress)

@@ -8,7 +8,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from lightning_faulttolerant.cli.drill.page import page as page_of_drill
-from lightning_faulttolerant.cli.report.page import page as page_of_run
+from lightning_faulttolerant.cli.report_page import page as page_of_run
 from tests.cli.page.browser import PHONE, WIDE, Browser, missing
 from tests.cli.page.drills import differing_drill, exact_drill
 from tests.cli.page.histories import ImaginedRun, calm, evaluated, faulty, made_of, only_tested

@@ -5,10 +5,10 @@ from importlib import resources
 
 import pytest
 
-from lightning_faulttolerant.cli.page.html import document, tag
+from lightning_faulttolerant.cli.html import document, tag
 from tests.cli.page.parsed import Parsed
 
-ASSETS = resources.files("lightning_faulttolerant.cli.page")
+ASSETS = resources.files("lightning_faulttolerant.cli")
 KINDS = (
     "good",
     "evaluation",

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_faulttolerant.cli.page.html import Markup, escaped, joined, tag
+from lightning_faulttolerant.cli.html import Markup, escaped, joined, tag
 from tests.cli.page.parsed import Parsed
 
 NASTY = [

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_faulttolerant.cli.page.numbers import duration_text, plural, share_text, short_text, value_text
+from lightning_faulttolerant.cli.text import duration_text, plural, share_text, short_text, value_text
 
 
 @pytest.mark.parametrize(

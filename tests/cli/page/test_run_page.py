@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_faulttolerant.cli.report.page import page
-from lightning_faulttolerant.cli.report.picture import legs, slices, without_narrow
+from lightning_faulttolerant.cli.report_page import page
+from lightning_faulttolerant.cli.report_pictures import legs, slices, without_narrow
 from lightning_faulttolerant.records.goodput import EVALUATION, KINDS, SAVING, TRAINING, Segment
 from tests.cli.page.histories import ImaginedRun, calm, evaluated, faulty, made_of, only_tested
 from tests.cli.page.parsed import Parsed

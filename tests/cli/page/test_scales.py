@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_faulttolerant.cli.page.numbers import Scale, count_scale, elapsed_scale, size_scale, value_scale
+from lightning_faulttolerant.cli.plot import Scale, count_scale, elapsed_scale, size_scale, value_scale
 
 VALUES = [
     [],

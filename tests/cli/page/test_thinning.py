@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from lightning_faulttolerant.cli.page.plot import highest, pieces, spread, thinned
+from lightning_faulttolerant.cli.plot import highest, pieces, spread, thinned
 
 
 def _noise(number, seed=0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.cli.replay.command import Compared, compare
+from lightning_faulttolerant.cli.replay import Compared, compare
 from lightning_faulttolerant.records.lines import append_line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.cli.replay import command
+from lightning_faulttolerant.cli import replay
 from lightning_faulttolerant.records.requests import (
     LEFT,
     RAISED,
@@ -97,5 +97,5 @@ def test_the_rank_that_ended_the_replay_decides(
     write_start(request, ReplayStart(exception=exception))
     for rank, (word, text) in enumerate(ends):
         write_outcome(request, rank, ReplayOutcome(word=word, place=StepPlace(epoch=0, batch=rank + 1), text=text))
-    assert command._result(request, 0) == status
+    assert replay._result(request, 0) == status
     assert end in capsys.readouterr().out

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.cli.report.command import report_lines
-from lightning_faulttolerant.cli.report.words import duration_text, end_text
+from lightning_faulttolerant.cli.report import report_lines
+from lightning_faulttolerant.cli.report_page import end_text, short_duration
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS
@@ -109,9 +109,9 @@ def test_report_accounts_for_the_time() -> None:
     ]
     assert sum(shares.values()) == pytest.approx(100, abs=0.4)
     total = chapter.done - chapter.processes[0].began if chapter.done else 0.0
-    assert lines[first] == f"Where {duration_text(total)} went"
+    assert lines[first] == f"Where {short_duration(total)} went"
     assert shares["training that counted"] == pytest.approx(100 * 3500 / total, abs=0.05)
-    up, lost = 3500 / (total - 630), duration_text(60 + 630 + 25 + 15)
+    up, lost = 3500 / (total - 630), short_duration(60 + 630 + 25 + 15)
     assert (
         lines[first + 9] == f"Goodput {3500 / total:.1%} ({up:.1%} while there was a process); lost to faults {lost}."
     )
@@ -277,7 +277,7 @@ def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_lengths_of_time_read_well(seconds: float, text: str) -> None:
     """A length has at most two units, is rounded, and never has sixty of a smaller one."""
-    assert duration_text(seconds) == text
+    assert short_duration(seconds) == text
 
 
 def with_a_test() -> Story:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise.supervisor import EndedStart, RestartPolicy, Verdict, stop_code
+from lightning_faulttolerant.cli.supervisor import EndedStart, RestartPolicy, Verdict, stop_code
 from lightning_faulttolerant.supervision.marks import TrainingFailure
 
 FAILURE = TrainingFailure(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise.agent import OTHERS_ENDED
+from lightning_faulttolerant.cli.run import OTHERS_ENDED
 from tests.cli.supervise.supervised import RUN, RunningTrial, begin, supervised, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS
 

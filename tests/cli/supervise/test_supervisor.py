@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.cli.supervise import supervisor as supervisor_module
-from lightning_faulttolerant.cli.supervise.supervisor import RestartPolicy, SupervisionEnded, Supervisor, kill
+from lightning_faulttolerant.cli import supervisor as supervisor_module
+from lightning_faulttolerant.cli.supervisor import RestartPolicy, SupervisionEnded, Supervisor, kill
 from lightning_faulttolerant.processes import is_running
 from lightning_faulttolerant.supervision.marks import (
     OUTSIDE,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_faulttolerant.state import tensors
 from lightning_faulttolerant.state.objects import baseline
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
@@ -28,8 +29,8 @@ def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def noting(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: (found.append(value.nbytes), read(value))[1]
 
-    for name in ("_content", "_tensor_content"):
-        monkeypatch.setattr(baseline, name, noting(getattr(baseline, name)))
+    for module, name in ((baseline, "array_content"), (tensors, "_tensor_content")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
     return found
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
-from lightning_faulttolerant.state.objects.modules import users_namespaces, users_variables
 from lightning_faulttolerant.state.objects.object_state import ObjectState
-from lightning_faulttolerant.state.objects.users import is_users, is_users_function
-from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces, users_variables
+from lightning_faulttolerant.state.reachable import is_users, is_users_function
 
 LOSSES: list[float] = []
 STEP = 0

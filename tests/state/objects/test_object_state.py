@@ -29,8 +29,8 @@ from torch.nested import nested_tensor
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
-from lightning_faulttolerant.state.objects.users import global_path
 from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.reachable import global_path
 from tests.state.objects.round_trips import carried
 
 Pair = namedtuple("Pair", "first second")

@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
-from lightning_faulttolerant.streaming.format.compression import compress
+from lightning_faulttolerant.streaming.format.codecs import compress
 from lightning_faulttolerant.streaming.format.index import Columns, ShardFile, ShardInfo
 
 HASH = "sha1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import IndexFileError
-from lightning_faulttolerant.streaming.cache import fetch_index, index
+from lightning_faulttolerant.streaming.cache import directory, fetch_index
 from tests.processes import in_child
 from tests.streaming.cache.children import run_all
 from tests.streaming.cache.remotes import assert_tidy, flaky, make_data, web, write
@@ -54,14 +54,14 @@ def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) ->
 
 def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
     """Of two data sets that begin at the same time in one directory, one gets it, and the other a folder in it."""
-    write_at_once = index._write
+    write_at_once = directory._write
 
     def write_late(*args: object) -> None:
         time.sleep(0.1)
         write_at_once(*args)
 
     def fetch(text: bytes) -> None:
-        index._write = write_late
+        directory._write = write_late
         with flaky({"index.json": text}) as (remote, _):
             found = fetch_index(local=str(tmp_path), remote=remote)
         time.sleep(0.2)

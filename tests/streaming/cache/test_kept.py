@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.streaming.cache import directory as cache_directory
 from lightning_faulttolerant.streaming.cache import shard_files
 from lightning_faulttolerant.streaming.cache.downloads import Remote
 from tests.streaming.cache.remotes import (
@@ -26,7 +27,7 @@ from tests.streaming.cache.remotes import (
 )
 
 SHARD = "shard.00001.mds"
-MARK = Path(shard_files.MARKS_DIRECTORY, SHARD + shard_files.MARK_SUFFIX)
+MARK = Path(cache_directory.MARKS_DIRECTORY, SHARD + cache_directory.MARK_SUFFIX)
 
 
 def warm(data: Data, local: Path, **options: object) -> None:
@@ -105,9 +106,9 @@ def test_a_file_that_lost_its_content_with_the_power_is_fetched_again(
     if is_lost:
         (tmp_path / SHARD).write_bytes(bytes(1000))
         mark = json.loads((tmp_path / MARK).read_bytes())
-        mark["files"][0]["identity"] = shard_files.file_identity(str(tmp_path / SHARD))
+        mark["files"][0]["identity"] = cache_directory.file_identity(str(tmp_path / SHARD))
         (tmp_path / MARK).write_text(json.dumps(mark))
-    for module in (shard_files, shard_files):
+    for module in (cache_directory, shard_files):
         monkeypatch.setattr(module, "this_boot", lambda: "the next")
     assert asked_by_next_run(data, tmp_path) == [SHARD] * is_lost
     assert json.loads((tmp_path / MARK).read_bytes())["boot"] == "the next"
@@ -224,7 +225,7 @@ def test_compressed_shards_are_decompressed(tmp_path: Path, algorithm: str, num_
     """Each compression is unpacked, also for formats with two files; the compressed file of a true remote goes."""
     data = make_data(compression=algorithm, num_files=num_files)
     warm(data, tmp_path, validate_hash=HASH)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [shard_files.MARKS_DIRECTORY, *sorted(data.raw)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [cache_directory.MARKS_DIRECTORY, *sorted(data.raw)]
 
 
 @pytest.mark.parametrize("keep_zip", [None, False, True])
@@ -272,7 +273,7 @@ def test_a_compressed_file_that_is_damaged_far_away_is_an_error(tmp_path: Path) 
         with pytest.raises(DamagedShardError, match=rf"Shard 1 .*{SHARD}.zip: 3 attempts"):
             cache_of(data, tmp_path, remote).fetch(1)
         assert len(faults.asked) == 3
-    assert [path.name for path in tmp_path.iterdir()] == [shard_files.MARKS_DIRECTORY]
+    assert [path.name for path in tmp_path.iterdir()] == [cache_directory.MARKS_DIRECTORY]
 
 
 def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_a_cache_that_can_not_be_written_can_be_read(tmp_path: Path, monkeypatch
     write(tmp_path, data.files)
     monkeypatch.setattr(os, "makedirs", _refuse)
     assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == []
-    assert not (tmp_path / shard_files.MARKS_DIRECTORY).exists()
+    assert not (tmp_path / cache_directory.MARKS_DIRECTORY).exists()
 
 
 def _refuse(*args: object, **options: object) -> None:
@@ -395,6 +396,6 @@ def test_a_mark_without_its_shard_is_no_shard(tmp_path: Path) -> None:
     warm(data, tmp_path)
     (tmp_path / f"{SHARD}.meta").unlink()
     assert asked_by_next_run(data, tmp_path) == [SHARD, f"{SHARD}.meta"]
-    shutil.rmtree(tmp_path / shard_files.MARKS_DIRECTORY)
+    shutil.rmtree(tmp_path / cache_directory.MARKS_DIRECTORY)
     assert asked_by_next_run(data, tmp_path) == []
     assert_tidy(tmp_path)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, limit, parse_bytes, shard_files
-from lightning_faulttolerant.streaming.cache.locks import FileLock
-from lightning_faulttolerant.streaming.cache.shard_files import LOCK_SUFFIX
+from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, parse_bytes, shard_files
+from lightning_faulttolerant.streaming.cache import directory as cache_directory
+from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
 from tests.streaming.cache.children import child, run_all, wait_for
 from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write
 
@@ -43,7 +43,7 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
         fetch(cache, 0)
         assert shards_in(tmp_path) == [0, 4, 5]
     assert_tidy(tmp_path)
-    assert len(list((tmp_path / shard_files.MARKS_DIRECTORY).iterdir())) == 3
+    assert len(list((tmp_path / cache_directory.MARKS_DIRECTORY).iterdir())) == 3
 
 
 def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
 
 def test_what_is_held_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard in use stays until it is released as often as it was held; if no other can go, an error comes at once."""
-    monkeypatch.setattr(limit, "_STILL_SECONDS", 1000)
+    monkeypatch.setattr(shard_files, "_STILL_SECONDS", 1000)
     data = make_data(6)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000), download_timeout=1000)
@@ -98,7 +98,7 @@ def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
 
 def test_only_copies_that_leave_no_room_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no existing file may be evicted, an error comes soon, however long downloads may take."""
-    monkeypatch.setattr(limit, "_STILL_SECONDS", 0.1)
+    monkeypatch.setattr(shard_files, "_STILL_SECONDS", 0.1)
     data = make_data(4)
     write(tmp_path, {name: data.raw[name] for name in list(data.raw)[:2]})
     with flaky(data.files) as (remote, _):
@@ -136,8 +136,8 @@ def test_a_limit_that_can_not_work_is_refused(tmp_path: Path) -> None:
 def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
     """Space that another process has reserved is waited for, not counted as free, unless that process is dead."""
     data = make_data(4)
-    (tmp_path / shard_files.MARKS_DIRECTORY).mkdir()
-    path = str(tmp_path / shard_files.MARKS_DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
+    (tmp_path / cache_directory.MARKS_DIRECTORY).mkdir()
+    path = str(tmp_path / cache_directory.MARKS_DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
 
     def announce() -> None:
         lock = FileLock(path)

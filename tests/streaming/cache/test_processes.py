@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, locks, shard_files
-from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
+from lightning_faulttolerant.streaming.cache import CacheLimit, directory
+from lightning_faulttolerant.streaming.cache.directory import FileLock, is_abandoned, locked
 from tests.processes import in_child
 from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
 from tests.streaming.cache.remotes import (
@@ -175,7 +175,7 @@ def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
         thread = threading.Thread(target=cache.fetch, args=(1,))
         thread.start()
         wait_for(lambda: faults.asked)
-        with held_by_a_thread(cache._holds.lock, locks._held_lock), child(work) as worker:
+        with held_by_a_thread(cache._holds.lock, directory._held_lock), child(work) as worker:
             assert worker.wait() == 0
         faults.is_over.set()
         thread.join()
@@ -219,7 +219,7 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     }
     stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
-    own = tmp_path / shard_files.MARKS_DIRECTORY
+    own = tmp_path / directory.MARKS_DIRECTORY
     own.mkdir()
     (own / "shard.00002.mds.lock").write_bytes(b"")
     (own / f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef").write_bytes(b"")
@@ -299,14 +299,14 @@ def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that opened a lock's file before it was released and removed does not think it holds the lock."""
     path = str(tmp_path / "shard.lock")
-    lock_file = locks._lock
+    lock_file = directory._lock
 
     def released_first(descriptor: int) -> bool:
-        monkeypatch.setattr(locks, "_lock", lock_file)
+        monkeypatch.setattr(directory, "_lock", lock_file)
         os.unlink(path)
         return lock_file(descriptor)
 
-    monkeypatch.setattr(locks, "_lock", released_first)
+    monkeypatch.setattr(directory, "_lock", released_first)
     with locked(path, 5) as lock:
         assert lock is not None
         assert os.path.exists(path)

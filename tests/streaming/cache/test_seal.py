@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning_faulttolerant.streaming.cache.locks import locked
 
 from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, shard_files
-from lightning_faulttolerant.streaming.cache.locks import locked
 from tests.streaming.cache.children import wait_for
 from tests.streaming.cache.remotes import HASH, Data, assert_tidy, assert_whole, cache_of, flaky, make_data
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.format.compression import decompress_file
+from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardInfo, parse_index
 from lightning_faulttolerant.streaming.format.readers import ShardReader, open_shard
 

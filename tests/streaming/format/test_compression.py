@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError
-from lightning_faulttolerant.streaming.format.compression import (
+from lightning_faulttolerant.streaming.format.codecs import (
     COMPRESSIONS,
     compress,
     decompress_file,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import EpochOrder, blocks, epoch_order
+from lightning_faulttolerant.streaming.order import EpochOrder, epoch_order, shuffles
 
 MANY = [[200_000] * 5_000]  # 10^9 samples
 some_sizes = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), min_size=1, max_size=3)
@@ -71,7 +71,7 @@ FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
 
 def test_the_default_order_of_parts_and_slices_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same holds for samples that are drawn from a shard, and for blocks that are read in slices."""
-    monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 6)
+    monkeypatch.setattr(shuffles, "MAX_BLOCK_SAMPLES", 6)
     order = epoch_order([[9, 5], [7]], epoch=1, seed=3, shuffle=True, chosen=[8, 10])
     assert ids_of(order) == FIXED_PARTS
 
@@ -101,7 +101,7 @@ def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> N
 
 def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample comes once, from the same few shards as without slices, and each slice has a share of each shard."""
-    monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 100)
+    monkeypatch.setattr(shuffles, "MAX_BLOCK_SAMPLES", 100)
     order = epoch_order([[50] * 40], epoch=0, shuffle=True)
     ids = ids_of(order)
     assert sorted(ids) == list(range(2000))
@@ -118,7 +118,7 @@ def test_every_sample_comes_once_in_slices_too(
     sizes: list[list[int]], rows: int, block_size: int | None, most: int
 ) -> None:
     """Every sample comes once, however small the slices are."""
-    with mock.patch.object(blocks, "MAX_BLOCK_SAMPLES", most):
+    with mock.patch.object(shuffles, "MAX_BLOCK_SAMPLES", most):
         order = epoch_order(sizes, epoch=0, shuffle=True, num_canonical_nodes=rows, block_size=block_size)
         assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
 
@@ -139,8 +139,8 @@ def test_an_order_is_freed_at_once_with_its_blocks() -> None:
 def test_reading_on_makes_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is built once, also if many canonical nodes are read side by side and a thread looks ahead."""
     made: list[int] = []
-    drawn = blocks.permutation
-    monkeypatch.setattr(blocks, "permutation", lambda key, count: made.append(key) or drawn(key, count))
+    drawn = shuffles.permutation
+    monkeypatch.setattr(shuffles, "permutation", lambda key, count: made.append(key) or drawn(key, count))
     order = epoch_order([[20] * 320], epoch=0, shuffle=True, num_canonical_nodes=8)
     made.clear()
     for position in range(0, 6400, 40):

@@ -10,8 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_faulttolerant.streaming.order import Weight, batched_order, epoch_order, shares_of_streams
-from lightning_faulttolerant.streaming.order.epoch import samples_of_shards
-from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
+from lightning_faulttolerant.streaming.order.epoch import chosen_of_shards, samples_of_shards
 from lightning_faulttolerant.streaming.world import World
 from tests.foreign import mosaic
 from tests.streaming.order.theirs import Theirs, their_streams

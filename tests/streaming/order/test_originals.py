@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_faulttolerant.streaming.order import RemainingPositions, epoch_order, kept_nodes
-from lightning_faulttolerant.streaming.order.draws import EvenRows, PaddedRows
 from lightning_faulttolerant.streaming.order.originals import (
     SHUFFLES,
     default_block_size,
     default_canonical_nodes,
     shuffled,
 )
+from lightning_faulttolerant.streaming.order.shuffles import EvenRows, PaddedRows
 from lightning_faulttolerant.streaming.world import World
 from tests.foreign import mosaic
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.trainer.ranks import compat
 from lightning_faulttolerant.trainer.ranks.compat import DDP_SEAMS, SEAMS, STRATEGY_SEAMS, saves_shards
 from tests.contract import missing, private_names

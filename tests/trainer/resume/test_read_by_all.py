@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant import atomic_torch_save
-from lightning_faulttolerant.checkpoint.rank_states import identity_of
+from lightning_faulttolerant.checkpoint.ranks import identity_of
 from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from lightning_faulttolerant.trainer.resume.choice import Choice, read_by_all
 from tests.checkpoint.writers import SHARDS

@@ -1,4 +1,6 @@
-"""``replay``: run a step of a run again, exactly as it was, and print how it compares with the ledger of the run.
+"""The command ``replay``: it runs any step of a run again.
+
+``replay``: run a step of a run again, exactly as it was, and print how it compares with the ledger of the run.
 
 Whatever both have a line for must be equal, bit for bit.
 """

@@ -3,19 +3,197 @@
 Horizontal positions are percentages of the chart's width. The height is fixed, in pixels. SVG can't take percentages
 for curves, so curves are in a separate, stretched picture, whose lines are not stretched.
 
-Long series are thinned without a visible change: the extremes are kept.
+Scales map values to places between 0 and 1, with ticks where a reader expects them. Long series are thinned without a
+visible change: the extremes are kept.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from lightning_faulttolerant.cli.page.html import Child, Markup, tag
-from lightning_faulttolerant.cli.page.numbers import Scale
+from lightning_faulttolerant.cli.html import Child, Markup, tag
+from lightning_faulttolerant.cli.text import DAY, HOUR, MINUTE, duration_text, short_text
+
+_SECONDS = (1, 2, 5, 10, 15, 30)
+_LOG_FROM_RATIO = 40.0
+_SMALLEST = 1e-305  # smaller numbers lose digits
+_LARGEST = 1e300  # differences of larger numbers overflow a float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tick:
+    """A labeled place on a scale.
+
+    Args:
+        place: From 0 to 1.
+        text: Label of the tick.
+    """
+
+    place: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """The mapping from values to places.
+
+    Args:
+        low: The value at 0.
+        high: The value at 1; greater than `low`.
+        ticks: Ticks with labels, from low to high.
+        is_log: Whether the scale is logarithmic; `low` is then greater than 0.
+    """
+
+    low: float
+    high: float
+    ticks: tuple[Tick, ...] = ()
+    is_log: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"A scale goes from a value to a greater one; got {self.low} and {self.high}.")
+        if self.is_log and self.low <= 0:
+            raise ValueError(f"A logarithmic scale begins above 0; got {self.low}.")
+
+    def place(self, value: float) -> float:
+        """Return the place of a value, limited to 0 to 1.
+
+        Args:
+            value: Any value except nan.
+        """
+        value = min(max(value, self.low), self.high)
+        if self.is_log:
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        return (value - self.low) / (self.high - self.low)
+
+
+def value_scale(values: Iterable[float], *, num_ticks: int = 5) -> Scale:
+    """Return the scale of measured values. It is logarithmic if they are positive and span more than a factor of 40.
+
+    Args:
+        values: Any values; those that are not finite don't count.
+        num_ticks: Approximate number of ticks.
+    """
+    finite = [min(max(value, -_LARGEST), _LARGEST) for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    if low > 0 and high > _LOG_FROM_RATIO * max(low, _SMALLEST):
+        return _log_scale(max(low, _SMALLEST), high, num_ticks=num_ticks)
+    if low > 0 and low < 0.4 * high:
+        low = 0.0  # a curve is easier to judge with its zero in view
+    return _linear_scale(low, high, num_ticks=num_ticks, widen=True)
+
+
+def count_scale(low: int, high: int, *, num_ticks: int = 6) -> Scale:
+    """Return the scale of a count. It ends where the count ends, and has no ticks between integers.
+
+    Args:
+        low: The first count.
+        high: The last count.
+        num_ticks: Approximate number of ticks.
+    """
+    high = max(high, low + 1)
+    step = max(1.0, _nice_step((high - low) / num_ticks))
+    return Scale(low=low, high=high, ticks=_ticks_between(low, high, step, lambda value: short_text(value, step=step)))
+
+
+def size_scale(high: float, *, num_ticks: int = 3, text: Callable[[float], str] | None = None) -> Scale:
+    """Return the scale of a quantity that begins at 0.
+
+    Args:
+        high: The greatest value.
+        num_ticks: Approximate number of ticks.
+        text: Function that formats a tick; few digits by default.
+    """
+    scale = _linear_scale(0.0, high if math.isfinite(high) and high > 0 else 1.0, num_ticks=num_ticks, widen=True)
+    if text is None:
+        return scale
+    return Scale(
+        low=scale.low,
+        high=scale.high,
+        ticks=tuple(Tick(place=tick.place, text=text(tick.place * scale.high)) for tick in scale.ticks),
+    )
+
+
+def elapsed_scale(seconds: float, *, num_ticks: int = 7) -> Scale:
+    """Return the scale of the time since the beginning, with ticks at whole units.
+
+    Args:
+        seconds: Duration of the scale.
+        num_ticks: Approximate maximum number of ticks.
+    """
+    high = seconds if math.isfinite(seconds) and seconds > 0 else 1.0
+    step = _nice_seconds(high / num_ticks)
+    return Scale(low=0.0, high=high, ticks=_ticks_between(0.0, high, step, tick_duration))
+
+
+def tick_duration(seconds: float) -> str:
+    """Return a duration as the label of a tick, without unneeded digits.
+
+    Args:
+        seconds: Duration, from 0.
+
+    Example:
+        >>> tick_duration(6.0), tick_duration(0.25), tick_duration(90)
+        ('6 s', '0.25 s', '1 min 30 s')
+    """
+    return f"{seconds:.10g} s" if 0.01 <= seconds < MINUTE or seconds == 0 else duration_text(seconds)
+
+
+def _linear_scale(low: float, high: float, *, num_ticks: int, widen: bool) -> Scale:
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
+        room = abs(low) * 0.1 or 1.0
+        low, high = low - room, high + room
+    step = _nice_step((high - low) / num_ticks)
+    if widen:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return Scale(low=low, high=high, ticks=_ticks_between(low, high, step, lambda value: short_text(value, step=step)))
+
+
+def _log_scale(low: float, high: float, *, num_ticks: int) -> Scale:
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    every = max(1, math.ceil((last - first) / num_ticks))
+    factors = (1, 3) if last - first <= 3 else (1,)
+    values = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+    low, high = low / 1.1, high * 1.1
+    ends = Scale(low=low, high=high, is_log=True)
+    ticks = tuple(
+        Tick(place=ends.place(value), text=short_text(value, step=10.0 ** math.floor(math.log10(value))))
+        for value in values
+        if low <= value <= high
+    )
+    return Scale(low=low, high=high, ticks=ticks, is_log=True)
+
+
+def _ticks_between(low: float, high: float, step: float, text: Callable[[float], str]) -> tuple[Tick, ...]:
+    first = math.ceil(low / step - 1e-9)
+    number = math.floor((high - first * step) / step + 1e-9) + 1
+    return tuple(
+        Tick(place=min(max(((first + index) * step - low) / (high - low), 0.0), 1.0), text=text((first + index) * step))
+        for index in range(number)
+    )
+
+
+def _nice_step(step: float) -> float:
+    """Return 1, 2, 2.5 or 5 times a power of ten, at least `step`."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next((nice * power for nice in (1, 2, 2.5, 5) if nice * power >= step * 0.999), 10 * power)
+
+
+def _nice_seconds(step: float) -> float:
+    if step < 1:
+        return _nice_step(step)
+    steps = [
+        *_SECONDS,
+        *(MINUTE * each for each in _SECONDS),
+        *(HOUR * each for each in (1, 2, 3, 6, 12)),
+        *(DAY * each for each in (1, 2, 7)),
+    ]
+    return next((float(each) for each in steps if each >= step), DAY * _nice_step(step / DAY))
+
 
 WIDTH = 1000
 """Width of a stretched picture in units."""
@@ -235,31 +413,6 @@ def _columns(scale: Scale, piece: Sequence[Point]) -> int:
 
 def _short(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
-
-
-def figure(*children: Child, caption: Child = None, legend: Child = None) -> Markup:
-    """Return a chart with a line above it for the caption, the legend, and the readout.
-
-    Args:
-        children: The chart.
-        caption: Description of the chart, in a few words.
-        legend: The result of `legend`.
-    """
-    head = tag("figcaption", tag("span", caption) if caption else None, legend, tag("output", class_="readout"))
-    return tag("figure", head, *children)
-
-
-def legend(*entries: tuple[str, str]) -> Markup:
-    """Return a legend for the colors of a chart.
-
-    Args:
-        entries: The style class and the name of each entry.
-    """
-    return tag(
-        "span",
-        (tag("span", tag("i", class_=f"key {class_}"), name) for class_, name in entries),
-        class_="legend",
-    )
 
 
 Point: TypeAlias = tuple[float, float]

@@ -1,27 +1,31 @@
-"""The pictures of a run: its use of time, its progress over the wall time, and the duration of each autosave."""
+"""The pictures of a run: its use of time, its progress over the wall time, its autosaves, and the tree of its branches.
+
+The tree is text: the ancestors of a run, and all that began from them, with what each has changed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import final
 
-from lightning_faulttolerant.cli.page import plot
-from lightning_faulttolerant.cli.page.html import Child, Markup, tag
-from lightning_faulttolerant.cli.page.numbers import (
+from lightning_faulttolerant.cli import html, plot
+from lightning_faulttolerant.cli.html import Child, Markup, tag
+from lightning_faulttolerant.cli.plot import (
+    Area,
+    Point,
+    Readout,
     Scale,
     count_scale,
-    count_text,
-    duration_text,
     elapsed_scale,
-    plural,
-    share_text,
+    highest,
     size_scale,
     tick_duration,
 )
-from lightning_faulttolerant.cli.page.plot import Area, Point, Readout, highest
-from lightning_faulttolerant.cli.report.words import KIND_NAMES
+from lightning_faulttolerant.cli.text import count_text, duration_text, plural, share_text
+from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.accounting import marks
 from lightning_faulttolerant.records.goodput import (
     DATA,
@@ -39,7 +43,22 @@ from lightning_faulttolerant.records.goodput import (
     ChapterReport,
     Segment,
 )
-from lightning_faulttolerant.records.history import Autosave, FitHistory
+from lightning_faulttolerant.records.history import Autosave, FitHistory, RunHistory
+from lightning_faulttolerant.records.runs import Parent
+
+KIND_NAMES = {
+    goodput.TRAINING: "training that counted",
+    goodput.EVALUATION: "evaluation that counted",
+    goodput.DATA: "waiting for data",
+    goodput.SAVING: "waiting for autosaves",
+    goodput.OUTSIDE: "rest of the script",
+    goodput.STARTING: "start of the first process",
+    goodput.RESTORING: "restoring",
+    goodput.REDONE: "work that was done again",
+    goodput.HUNG: "hung",
+    goodput.DOWN: "no process",
+    goodput.RESTARTING: "starts of later processes",
+}
 
 _KINDS = {
     TRAINING: "good",
@@ -144,7 +163,7 @@ def progress(chapter: ChapterReport) -> Markup:
         scale=scale,
         readouts=_readouts(found, area) if has_steps else (),
     )
-    return plot.figure(drawn, legend=_legend(chapter, found))
+    return html.figure(drawn, legend=_legend(chapter, found))
 
 
 def legs(chapter: ChapterReport) -> list[Leg]:
@@ -352,7 +371,7 @@ def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Mark
         ],
     )
     caption = "the wait for each autosave"
-    return plot.figure(
+    return html.figure(
         drawn, caption=caption if len(shown) == len(points) else f"{caption}; of many at once, the longest"
     )
 
@@ -370,7 +389,7 @@ def _legend(chapter: ChapterReport, found: Sequence[Leg]) -> Markup:
         entries.append(("tip fault" if num_ended <= _NUM_MARKS else "stem fault", "a process ended"))
     if any(fit.autosaves for fit in chapter.chapter.fits):
         entries.append(("stem saving", "autosave"))
-    return plot.legend(*entries)
+    return html.legend(*entries)
 
 
 def _readouts(found: Sequence[Leg], area: Area) -> list[Readout]:
@@ -388,3 +407,75 @@ def _readouts(found: Sequence[Leg], area: Area) -> list[Readout]:
 def _name(chapter: ChapterReport) -> str:
     processes = plural(len(chapter.chapter.processes), "process")
     return f"Optimizer steps over {duration_text(chapter.ended - chapter.began)} in {processes}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyRun:
+    """A run of a tree.
+
+    Args:
+        run_id: Its id.
+        parent: What it begins from, if it is a branch.
+        reason: Why it ended last, in words; empty if nothing is known of it.
+    """
+
+    run_id: str
+    parent: Parent | None = None
+    reason: str = ""
+
+
+def parent_of(history: RunHistory) -> Parent | None:
+    """Return what the last chapter of a run began from, if it is a branch.
+
+    Args:
+        history: The history of the run.
+    """
+    parents = [fit.parent for fit in history.chapters[-1].fits if fit.parent is not None]
+    return parents[-1] if parents else None
+
+
+def tree_lines(run_id: str, runs: Mapping[str, FamilyRun]) -> Iterator[str]:
+    """Yield the tree that a run belongs to; nothing if it has neither a parent nor a branch.
+
+    Args:
+        run_id: The run that is reported.
+        runs: All known runs, by id.
+    """
+    root, seen = run_id, {run_id}
+    while (run := runs.get(root)) is not None and run.parent is not None and run.parent.run_id not in seen:
+        root = run.parent.run_id
+        seen.add(root)
+    branches: dict[str, list[FamilyRun]] = {}
+    for run in runs.values():
+        if run.parent is not None:
+            branches.setdefault(run.parent.run_id, []).append(run)
+    if root == run_id and run_id not in branches:
+        return
+    yield "Branches"
+    known = runs.get(root, FamilyRun(run_id=root))
+    yield from _lines(known, branches, shown=run_id, above="  ", first="  ", seen={root})
+
+
+def _lines(
+    run: FamilyRun, branches: Mapping[str, Sequence[FamilyRun]], *, shown: str, above: str, first: str, seen: set[str]
+) -> Iterator[str]:
+    here = " (this run)" if run.run_id == shown else ""
+    reason = f", {run.reason}" if run.reason else ", no history of it is there"
+    begins = "" if run.parent is None else f", from {run.parent.place}"
+    yield f"{first}{run.run_id}{here}{begins}{reason}"
+    for line in () if run.parent is None else run.parent.changed:
+        yield f"{above}    changed: {line}"
+    below = sorted(
+        (one for one in branches.get(run.run_id, ()) if one.run_id not in seen),
+        key=lambda one: (_place(one), one.run_id),
+    )
+    for number, one in enumerate(below, start=1):
+        seen.add(one.run_id)
+        is_last = number == len(below)
+        corner, line = ("`-- ", "    ") if is_last else ("|-- ", "|   ")
+        yield from _lines(one, branches, shown=shown, above=f"{above}{line}", first=f"{above}{corner}", seen=seen)
+
+
+def _place(run: FamilyRun) -> tuple[int, int]:
+    return (0, 0) if run.parent is None else (run.parent.epoch, run.parent.batch)

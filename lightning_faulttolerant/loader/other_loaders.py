@@ -1,7 +1,8 @@
-"""A user's loader, followed by the state that it keeps itself, and checked against its batches.
+"""Loaders that are followed by their batches: a loader that keeps its own state, and any iterable, by a replay.
 
-That state is taken right before each fetch. To resume, the state from before the last consumed batch is restored and
-that batch is drawn again. It must be the same batch: a state that lacks something is detected, not trusted.
+The state of a loader is taken right before each fetch. To resume, the state from before the last consumed batch is
+restored and that batch is drawn again. It must be the same batch: a state that lacks something is detected, not
+trusted.
 
 `WholeLoader` is the base of all loaders that are followed by their batches, not by their parts.
 """
@@ -10,19 +11,29 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
-from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.exactness import (
+    REPLAYED,
+    Exactness,
+    class_of,
+    is_resumable,
+    keeps_own_position,
+    swap,
+    why_not_drawn_again,
+)
 from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.iteration import IterationOwner
+from lightning_faulttolerant.loader.objects import torch_loaders_in
+from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer, takes_each_batch_alone
 from lightning_faulttolerant.loader.samplers import has_state_methods, state_of, what_is_not_plain
-from lightning_faulttolerant.loader.tracked_class import class_of, is_resumable, keeps_own_position, swap
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -266,3 +277,133 @@ class _NotedBatches(Iterator[object]):
 
 def _fetch_state(fetch: Fetch) -> dict[str, object]:
     return {"state": fetch.state, "moment": fetch.moment.state_dict(), "digest": fetch.digest}
+
+
+def is_replayed(loader: object) -> bool:
+    """Return whether `loader` is followed by its batches: it is not torch's, or its class does more with them."""
+    if not isinstance(loader, DataLoader):
+        return True
+    return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy says it is not Hashable
+
+
+def why_not_replayed(loader: object) -> str | None:
+    """Return why `loader` can't be drawn from again, or ``None`` if it can, as far as that is known in advance."""
+    for name, inner in torch_loaders_in(loader).items():
+        reason = why_not_drawn_again(inner)
+        if reason is not None:
+            return reason if inner is loader else f"it takes its batches from {name}, and {reason}"
+    return None
+
+
+class ReplayedLoader(WholeLoader):
+    """Follows any iterable through its iterations.
+
+    Args:
+        loader: The user's loader.
+        exactness: Collects what is not exact.
+        owner: Says which iterations are followed.
+        place: Which of the trainer's loaders it is.
+        older: The objects that follow the fit's other loaders, created before.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        exactness: Exactness,
+        owner: IterationOwner,
+        place: str,
+        older: Iterable[WholeLoader] = (),
+    ) -> None:
+        super().__init__(loader, owner=owner, place=place)
+        kind: Any = type(loader)
+        self._user_class = kind.__base__ if hasattr(kind, REPLAYED) else kind
+        self._is_swapped = False
+        others = [one.replayer for one in older if isinstance(one, ReplayedLoader)]
+        name = f"loader {place} ({self._user_class.__name__})"
+        self.replayer: Replayer = Replayer(loader, name=name, exactness=exactness, older=others)
+
+    @property
+    def iteration(self) -> ReplayedIteration | None:
+        """The latest iteration."""
+        return self.replayer.iteration
+
+    @property
+    def held(self) -> HeldGenerators:
+        """The generators that the loader holds."""
+        return self.replayer.held
+
+    def follow(self) -> None:
+        """Observe the loader's iterations. Until `leave`, its class is one derived from its own.
+
+        If its class doesn't allow that, or it is already followed in another place, `followed` stands in for it.
+        """
+        is_plain = isinstance(self.loader, torch.Tensor) or not hasattr(self._user_class, "__iter__")
+        if not (is_plain or hasattr(type(self.loader), REPLAYED)):
+            try:
+                swap(self.loader, class_of(self._user_class, self.iterate, **{REPLAYED: True}))
+            except TypeError:  # one of Python's classes, or a class that can't be derived from
+                pass
+            else:
+                self._is_swapped = True
+                return
+        kind = _SizedStandIn if hasattr(self._user_class, "__len__") else _StandIn
+        self.followed = kind(self.loader, self.iterate, self._make_iterator)
+
+    def leave(self) -> None:
+        """Restore the loader's own class."""
+        if self._is_swapped:
+            swap(self.loader, self._user_class)
+            self._is_swapped = False
+
+    def _make_iterator(self) -> Iterator[object]:
+        own = getattr(self._user_class, "__iter__", None)
+        made: Iterator[object] = iter(self.loader) if own is None else own(self.loader)
+        return made
+
+    def _begun(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
+        return self.replayer.iterate(make_iterator)
+
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, object]:
+        """Return the position, as `Replayer.state_dict` does."""
+        return self.replayer.state_dict(consumed, iteration)
+
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Bring the loader to a position of `state_dict`."""
+        self.replayer.load_state_dict(state_dict, self._make_iterator)
+
+    def replayed(self) -> list[object]:
+        """Return the loader, and the iterators and similar objects in it, which a replay creates again."""
+        return [self.loader, *self.replayer.live()]
+
+
+class _StandIn:
+    """Stands in for a loader whose class can't be derived from, such as a generator."""
+
+    def __init__(
+        self,
+        loader: Any,
+        iterate: Callable[[Callable[[], Iterator[object]]], Iterator[object]],
+        make_iterator: Callable[[], Iterator[object]],
+    ) -> None:
+        self.user_loader = loader
+        self._iterate = iterate
+        self._make_iterator = make_iterator
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "user_loader":
+            raise AttributeError(name)
+        return getattr(self.user_loader, name)
+
+    def __iter__(self) -> Iterator[object]:
+        return self._iterate(self._make_iterator)
+
+
+class _SizedStandIn(_StandIn):
+    def __len__(self) -> int:
+        return len(self.user_loader)
+
+
+def user_loader_of(loader: Any) -> Any:
+    """Return the loader that `loader` stands in for, or `loader` itself."""
+    return loader.user_loader if isinstance(loader, _StandIn) else loader

@@ -1,4 +1,8 @@
-"""The command ``report``: find the run, and print its report in the requested form, by default as text.
+"""``report``: the history of a run as text, JSON or a page, with its processes and its use of time.
+
+The wording of a report (times, places, ends), shared by its text and its page.
+
+The command ``report``: find the run, and print its report in the requested form, by default as text.
 
 The histories may be in a directory or below a URL. The text fits 80 columns.
 """
@@ -15,21 +19,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_faulttolerant.cli.report.page import page
-from lightning_faulttolerant.cli.report.tree import FamilyRun, parent_of, tree_lines
-from lightning_faulttolerant.cli.report.words import (
-    KIND_NAMES,
+from lightning_faulttolerant.cli.report_page import (
     again_text,
-    duration_text,
     end_text,
-    from_text,
+    page,
     place_text,
+    short_duration,
     skipped_texts,
     slow_texts,
     unsaved_text,
     validation_text,
     who_waited,
 )
+from lightning_faulttolerant.cli.report_pictures import KIND_NAMES, FamilyRun, parent_of, tree_lines
 from lightning_faulttolerant.cli.text import moment_text, remote_errors, safe, size_text, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.chapters import history_of
@@ -37,6 +39,18 @@ from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, Cha
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, Autosave, Chapter, FitHistory, RunHistory
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
+
+
+def from_text(fit: FitHistory) -> str:
+    """Return the place where a fit continued, or "start" if it began from the beginning.
+
+    Args:
+        fit: Any fit.
+    """
+    if fit.started is None:
+        return "-"
+    return "start" if fit.resumed is None else place_text(fit.place, in_evaluation=fit.is_evaluation)
+
 
 _WIDTH = 80
 _BAR_WIDTH = 24
@@ -131,7 +145,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
                 str(number),
                 *([fit.name if has_evaluations else str(fit.number)] if has_several else []),
                 moment_text(began),
-                duration_text(fit.last_seen - began),
+                short_duration(fit.last_seen - began),
                 from_text(fit),
                 _to_text(fit),
                 str(fit.num_autosaves),
@@ -176,14 +190,14 @@ def _account(report: ChapterReport) -> Iterator[str]:
     always = (SAVING,) if account.evaluation else (TRAINING, SAVING)
     shown = [kind for kind in KINDS if kind in always or getattr(account, kind) > 0]
     width = max(len(KIND_NAMES[kind]) for kind in shown)
-    yield f"Where {duration_text(account.total)} went"
+    yield f"Where {short_duration(account.total)} went"
     for kind in shown:
         seconds = getattr(account, kind)
         share = seconds / account.total if account.total > 0 else 0.0
         bar = "#" * round(share * _BAR_WIDTH)
-        yield f"  {KIND_NAMES[kind].ljust(width)}  {duration_text(seconds):>7}  {share:6.1%}  {bar}".rstrip()
+        yield f"  {KIND_NAMES[kind].ljust(width)}  {short_duration(seconds):>7}  {share:6.1%}  {bar}".rstrip()
     up = f" ({account.goodput_while_up:.1%} while there was a process)" if account.down else ""
-    yield f"Goodput {account.goodput:.1%}{up}; lost to faults {duration_text(account.lost)}."
+    yield f"Goodput {account.goodput:.1%}{up}; lost to faults {short_duration(account.lost)}."
 
 
 def _autosaves(chapter: Chapter) -> Iterator[str]:
@@ -197,7 +211,7 @@ def _autosaves(chapter: Chapter) -> Iterator[str]:
     number = sum(autosave.number for autosave in autosaves)
     yield from _wrapped(
         f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. {who_waited(chapter.fits)} waited longest"
-        f" for {_which(*slowest)}: {duration_text(slowest[1].longest)}."
+        f" for {_which(*slowest)}: {short_duration(slowest[1].longest)}."
     )
 
 

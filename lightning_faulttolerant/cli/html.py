@@ -1,8 +1,7 @@
 """HTML and SVG that are escaped by construction: only `tag` turns text into markup.
 
-A whole page as one file that makes no requests. It contains its style and its script, and no others may run.
-
-Tables that become lists of named values on a narrow page, and fold their middle if they are long.
+A whole page is one file that makes no requests. It contains its style and its script, and no others may run. Tables
+become lists of named values on a narrow page, and fold their middle if they are long.
 """
 
 from __future__ import annotations
@@ -204,3 +203,28 @@ def _bodies(rows: Sequence[Markup], *, num_columns: int, nouns: str) -> list[Mar
 
 def _cell(name: str, cell: Child, class_: str | None) -> Markup:
     return tag("td", cell, class_=class_, data_name=name or None)
+
+
+def figure(*children: Child, caption: Child = None, legend: Child = None) -> Markup:
+    """Return a chart with a line above it for the caption, the legend, and the readout.
+
+    Args:
+        children: The chart.
+        caption: Description of the chart, in a few words.
+        legend: The result of `legend`.
+    """
+    head = tag("figcaption", tag("span", caption) if caption else None, legend, tag("output", class_="readout"))
+    return tag("figure", head, *children)
+
+
+def legend(*entries: tuple[str, str]) -> Markup:
+    """Return a legend for the colors of a chart.
+
+    Args:
+        entries: The style class and the name of each entry.
+    """
+    return tag(
+        "span",
+        (tag("span", tag("i", class_=f"key {class_}"), name) for class_, name in entries),
+        class_="legend",
+    )

@@ -1,1 +1,0 @@
-"""The command ``batch``: it shows which samples were in which batch of a run."""

@@ -1,1 +1,0 @@
-"""HTML pages in one file each: document, tables and charts, without any library and without torch."""

@@ -1,1 +1,0 @@
-"""The command ``replay``: it runs any step of a run again."""

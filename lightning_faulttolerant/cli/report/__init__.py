@@ -1,1 +1,0 @@
-"""``report``: the history of a run as text, JSON or a page, with its processes and its use of time."""

@@ -1,0 +1,480 @@
+"""The directory that caches the shards of a data set: its index, and the marks and locks of the processes that use it.
+
+A lock lets only one process of a machine at a time fetch a shard. A process that dies in any way releases its locks. A
+lock only saves work. Published files are complete without it, because publishing is one ``os.replace``. Where a file
+system can't lock (some network file systems), and on Windows, each process fetches for itself. A forked child, above
+all a data-loading worker, holds no locks.
+
+A mark is this machine's record of a shard. A file is trusted unread if it is the same file that was checked: its inode,
+size, and times are those of its mark, and the machine has not been restarted since. A restart matters because a file
+written shortly before a power loss may have lost its content and nothing else. Otherwise its content is compared with
+the checksum of the mark. A mark is written before its file, so a file without a mark was not fetched by this package.
+
+A checksum is not compared with anything when a file has just been fetched, so it may be added to the mark later. Until
+then, the file is trusted only while it is unchanged, and otherwise it is fetched again.
+
+Files that are being written have temporary names. Those of dead processes are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
+from lightning_faulttolerant.processes import this_boot
+from lightning_faulttolerant.storage.local import (
+    atomic_writer,
+    is_of_this_process,
+    is_unchanged_for_long,
+    leftovers,
+    target_name,
+    temporary_name,
+)
+from lightning_faulttolerant.storage.lock import is_still_at, try_lock
+from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote, pause
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_LOOK_SECONDS = 0.002
+_LAST_LOOK_SECONDS = 0.05
+
+
+@final
+class ProcessLock:
+    """A lock between the threads of one process. A forked child finds it open, even if the parent held it.
+
+    It is pickled as an open lock.
+    """
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._process_id != os.getpid():
+            # The fork did not copy the thread that holds it.
+            self._process_id, self._lock = os.getpid(), threading.RLock()
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[ProcessLock], tuple[()]]:
+        return ProcessLock, ()
+
+
+# The descriptors of the locks that this process holds.
+_held: dict[str, int] = {}
+_held_lock = ProcessLock()
+
+
+def _forget_after_fork() -> None:
+    for descriptor in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@final
+class FileLock:
+    """One lock of this thread, against other threads and other processes.
+
+    The file exists while the lock is held. It has no content. Its size announces to all processes how many bytes the
+    holder is about to write elsewhere.
+
+    Args:
+        path: The lock's file, in an existing directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def acquire(self, timeout_seconds: float) -> bool:
+        """Take the lock, or give up after a time.
+
+        Args:
+            timeout_seconds: How long to try; 0 tries once.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        seconds = _FIRST_LOOK_SECONDS
+        while not self._take():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            pause(min(seconds, left))
+            seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
+        return True
+
+    def announce(self, num_bytes: int) -> None:
+        """Announce to all processes how many bytes are about to be written."""
+        with contextlib.suppress(OSError):  # a full file system without sparse files
+            os.ftruncate(self._descriptor, num_bytes)
+
+    def release(self) -> None:
+        """Release the lock."""
+        with _held_lock:
+            if _held.get(self.path) != self._descriptor:
+                return  # forked since
+            # Removed while still locked: a waiter at the old file sees that it is gone and takes the new one.
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            del _held[self.path]
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _take(self) -> bool:
+        with _held_lock:
+            if self.path in _held:
+                return False
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:
+                if os.path.exists(self.path):
+                    return False  # another user's
+                raise
+            if not (_lock(descriptor) and is_still_at(self.path, descriptor)):
+                os.close(descriptor)
+                return False
+            _held[self.path] = self._descriptor = descriptor
+            self.announce(0)  # removes the announcement of a dead holder
+            return True
+
+
+@contextlib.contextmanager
+def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
+    """Hold a lock in a block; yield None if it could not be taken in time.
+
+    Args:
+        path: The lock's file, in an existing directory.
+        timeout_seconds: How long to wait for it.
+    """
+    lock = FileLock(path)
+    if not lock.acquire(timeout_seconds):
+        yield None
+        return
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def is_abandoned(path: str) -> bool:
+    """Return whether a lock's file is the leftover of a dead process. In that case, remove it."""
+    lock = FileLock(path)
+    if not lock.acquire(0):
+        return False
+    lock.release()
+    return True
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        return try_lock(descriptor)
+    except OSError as error:
+        _logger.debug("A cache directory can't be locked (%s): each process fetches for itself.", error)
+        return True
+
+
+MARKS_DIRECTORY = ".faulttolerant"
+"""The folder of marks and locks, in the directory of the cache."""
+MARK_SUFFIX = ".mark"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileMark:
+    """One file at the time of its check.
+
+    Args:
+        algorithm: The algorithm of the checksum.
+        checksum: The checksum of the whole file, hexadecimal; empty if it is not known yet.
+        identity: Its inode, its size, and the change times of its content and its entry; empty if it may be new.
+    """
+
+    algorithm: str
+    checksum: str
+    identity: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardMark:
+    """The result of a shard's check.
+
+    Args:
+        index: The digest of the index that it belongs to.
+        boot: The boot of the machine in which it was checked; empty if unknown.
+        is_downloaded: Whether it was fetched, so it may be evicted; False if it was found in the directory.
+        files: Its files, in the order of the shard's.
+    """
+
+    index: str
+    boot: str
+    is_downloaded: bool
+    files: tuple[FileMark, ...]
+
+    def is_unchanged(self, paths: list[str]) -> bool:
+        """Return whether the files are those that were checked, without reading them."""
+        return (
+            bool(self.boot) and self.boot == this_boot() and [file_identity(path) for path in paths] == self._identities
+        )
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the checksums of all files are known."""
+        return all(file.checksum for file in self.files)
+
+    @property
+    def _identities(self) -> list[tuple[int, ...]]:
+        return [file.identity for file in self.files]
+
+
+def mark_path(directory: str, basename: str, suffix: str = MARK_SUFFIX) -> str:
+    """Return the path of a shard's mark, or of another file that is kept for it."""
+    return os.path.join(directory, MARKS_DIRECTORY, basename + suffix)
+
+
+def read_mark(path: str) -> ShardMark | None:
+    """Return a mark, or None if it is missing. A mark that can't be parsed is returned as one without an index."""
+    try:
+        content = Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        found = json.loads(content)
+        files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
+        return ShardMark(**found, files=files)
+    except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard
+        return ShardMark(index="", boot="", is_downloaded=True, files=())
+
+
+def write_mark(path: str, mark: ShardMark) -> None:
+    """Write a mark. If nothing can be written, the next process checks the shard again."""
+    with contextlib.suppress(OSError):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_writer(path, fsync=False) as file:
+            file.write(json.dumps(asdict(mark)).encode())
+
+
+def file_identity(path: str) -> tuple[int, ...]:
+    """Return values that change when a file is written, replaced, or renamed. Empty if the file is missing."""
+    try:
+        found: Any = os.stat(path)
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+@contextlib.contextmanager
+def temporary_for(path: str) -> Iterator[str]:
+    """Yield a temporary path next to a path, to be written and then moved to the path. A leftover file is removed.
+
+    Args:
+        path: The final path of the file, in an existing directory.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, temporary_name(name))
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def remove_leftovers(directory: str) -> None:
+    """Remove the files that dead processes were writing in a directory.
+
+    A file that does not change for an hour goes too: its writer is on another host, or its process id came again. If
+    the writer lives, it repeats its download, and nothing else can go wrong.
+
+    Args:
+        directory: The directory of the cache. Subfolders are not checked.
+    """
+    with contextlib.suppress(OSError):
+        temporary = [name for name in os.listdir(directory) if target_name(name) is not None]
+        dead = {name for name, _ in leftovers(temporary)}
+        for name in temporary:
+            path = os.path.join(directory, name)
+            if name in dead or (not is_of_this_process(name) and is_unchanged_for_long(path)):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+LOCK_SUFFIX = ".lock"
+OTHER_INDEX = "index-"
+"""The prefix of a folder that holds the shards of another index."""
+
+INDEX_NAME = "index.json"
+_DIGEST_CHARACTERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedIndex:
+    """An index, and the directory of its shards.
+
+    Args:
+        text: The content of the index.
+        directory: The cache of its shards: ``local``, or a folder in it if ``local`` belongs to another index.
+        digest: Distinguishes this index from others.
+    """
+
+    text: bytes
+    directory: str
+    digest: str
+
+
+def fetch_index(
+    *,
+    local: str,
+    remote: str | None,
+    retry: int = 2,
+    timeout: float = 60,
+    storage_options: Mapping[str, object] | None = None,
+) -> FetchedIndex:
+    """Return the current index of a data set.
+
+    A copy is kept in the directory. If the directory has another index (the remote one has changed, or two data sets
+    share a directory), this index and its shards go to a separate folder, so the two never mix.
+
+    Args:
+        local: The directory of the data set on this machine.
+        remote: The source of the index. None reads it from ``local``.
+        retry: How often a download is tried again.
+        timeout: The limit of one attempt, in seconds.
+        storage_options: Options of the remote's file system.
+
+    Raises:
+        IndexFileError: If the index is missing, or can't be fetched.
+        ImportError: If the package for this kind of remote is not installed.
+    """
+    attempts = Attempts(retry=retry, timeout_seconds=timeout)
+    directory = os.path.abspath(local)
+    source = Remote(remote, storage_options) if remote is not None else None
+    if source is None or source.local_directory() == os.path.realpath(local):
+        text = _read(directory)
+        return FetchedIndex(text=text, directory=directory, digest=_digest_of_index(text))
+    text = _download(source, attempts)
+    return FetchedIndex(text=text, directory=_directory_for(text, directory, attempts), digest=_digest_of_index(text))
+
+
+def _read(directory: str) -> bytes:
+    path = os.path.join(directory, INDEX_NAME)
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingIndexError(
+            f"{path} does not exist. It lists the shards, so nothing can be read. Pass the directory of a data set, "
+            "with its split, or remote= to fetch it from."
+        ) from error
+
+
+def _download(source: Remote, attempts: Attempts) -> bytes:
+    def attempt() -> bytes:
+        text = source.read(INDEX_NAME, timeout_seconds=attempts.timeout_seconds)
+        if not _is_complete(text):
+            raise DamagedIndexError(f"its {len(text)} bytes are not a complete index")
+        return text
+
+    try:
+        return attempts.run(attempt)
+    except FailedError as failed:
+        reason = source.without_secrets(str(failed))
+        raise _kind(failed.__cause__)(
+            f"The index can't be fetched from {source.address(INDEX_NAME)}: {reason}. It lists the shards, so nothing "
+            "can be read. Check remote=, the split, and the connection."
+        ) from failed.__cause__
+
+
+def _kind(cause: BaseException | None) -> type[IndexFileError]:
+    if isinstance(cause, FileNotFoundError):
+        return MissingIndexError
+    return DamagedIndexError if isinstance(cause, DamagedIndexError) else IndexFileError
+
+
+def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
+    if _kept(directory) == text:  # without a lock: the directory may not be writable
+        return directory
+    remove_leftovers(directory)
+    path = mark_path(directory, INDEX_NAME, LOCK_SUFFIX)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with locked(path, attempts.timeout_seconds):
+        kept = _kept(directory)
+        if kept is not None and kept != text:
+            own = os.path.join(directory, OTHER_INDEX + _digest_of_index(text))
+            _logger.warning(
+                "%s is the cache of another index: the data set has changed, or another data set uses the same "
+                "directory. The shards of this one are kept in %s. Remove what you no longer need.",
+                directory, own,
+            )  # fmt: skip
+            directory = own
+        if _kept(directory) != text:
+            _write(text, directory)
+    return directory
+
+
+def _kept(directory: str) -> bytes | None:
+    try:
+        text = Path(directory, INDEX_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return text if _is_complete(text) else None  # a power loss may have taken the rest
+
+
+def _write(text: bytes, directory: str) -> None:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, INDEX_NAME)
+    with atomic_writer(path, fsync=False) as file:
+        file.write(text)
+
+
+def _is_complete(text: bytes) -> bool:
+    stripped = text.strip()
+    return stripped.startswith(b"{") and stripped.endswith(b"}")
+
+
+def _digest_of_index(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes.
+
+    Args:
+        size: The number, or a string: ``"67108864"``, ``"512kb"``, ``"10 GB"``, ``"1.5tb"``; 1 kB is 1,024 bytes.
+
+    Raises:
+        ValueError: If it is not a size, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5kb")
+        1536
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)b?", size.strip().lower())
+        num_bytes = int(float(match[1]) * 1024 ** _UNITS[match[2]]) if match else 0
+    else:
+        num_bytes = int(size) if not isinstance(size, bool) else 0
+    if num_bytes <= 0:
+        raise ValueError(f'{size!r} is not a size. Pass a number of bytes above 0, or a text such as "10gb".')
+    return num_bytes
