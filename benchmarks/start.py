@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import machine
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE
+from lightning_faulttolerant.trainer.process import VARIABLE
 
 SCRIPT = Path(__file__).with_name("start_script.py")
 MODELS = {"small": 1_000, "10 million parameters": 10_000_000}

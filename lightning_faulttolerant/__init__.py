@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
+    from lightning_faulttolerant.records.incidents import MeasuredStep
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
     from lightning_faulttolerant.samplers.images import DistributedShardedDataset, ShardedMapDataset
     from lightning_faulttolerant.samplers.interruptible import InterruptibleDistributedSampler, InterruptibleSampler
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.shards import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
-    from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
     from lightning_faulttolerant.trainer.resume.report import ResumeReport
     from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
@@ -92,7 +92,7 @@ _LAZY = {
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.interruptible",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.interruptible",
     "MDSWriter": "lightning_faulttolerant.streaming.format.writer",
-    "MeasuredStep": "lightning_faulttolerant.trainer.incidents.rules",
+    "MeasuredStep": "lightning_faulttolerant.records.incidents",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.resume.report",

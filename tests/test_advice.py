@@ -9,7 +9,7 @@ import pytest
 
 from lightning_faulttolerant import FaultTolerance, FaultToleranceError
 from lightning_faulttolerant.advice import OPTIONS_VARIABLE, speak_of_variable, worded
-from lightning_faulttolerant.trainer.settings.options import EXAMPLE, option_names
+from lightning_faulttolerant.trainer.settings import EXAMPLE, option_names
 from tests.docs.sources import messages
 
 NAMES = option_names(FaultTolerance.__init__)

@@ -23,7 +23,6 @@ MAX_ATTRIBUTES = 12
 # Constructors that set more attributes, with their numbers. An entry may only shrink or disappear.
 MANY_ATTRIBUTES = {
     "DistributedShardedDataset": 15,
-    "IndexSide": 15,
     "TrackedLoader": 21,
 }
 

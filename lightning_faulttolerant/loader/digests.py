@@ -145,6 +145,8 @@ def _is_of_lhotse(value: object, name: str) -> bool:
     return any(base.__name__ == name and base.__module__.startswith("lhotse.cut.") for base in type(value).__mro__)
 
 
+_Memory = ctypes.Array[ctypes.c_ubyte]
+_Bytes = bytes | memoryview | _Memory
 _SMALL_BYTES = 65_536
 _NUM_SUMS = 1_024
 _WORD_BYTES = 8
@@ -168,29 +170,34 @@ def sample_digest(sample: object, digest: int = 0) -> int:
     return digest
 
 
-def _plain(value: object) -> tuple[bytes, bytes] | None:
-    """Return what `_of_tensor` yields, for a small tensor of whose bytes nothing has to be converted; else ``None``."""
-    if not (
-        type(value) is torch.Tensor
-        and value.is_cpu
-        and value.dtype in _PLAIN_DTYPES
-        and value.layout is torch.strided
-        and not value.is_nested
-        and value.is_contiguous()
-        and 0 < value.nbytes <= _SMALL_BYTES
-        and not value.is_conj()
-        and not value.is_neg()
-    ):
+def _plain(value: object) -> tuple[bytes, _Bytes] | None:
+    """Return what `_of_tensor` yields, for a small tensor of whose bytes nothing has to be converted; else ``None``.
+
+    After a training step, each attribute of a tensor takes 0.3 µs. So this reads as few as possible: the others of a
+    sparse or nested tensor raise an error.
+    """
+    if type(value) is not torch.Tensor or not value.is_cpu:
         return None
-    return _shown(value.shape, value.dtype), ctypes.string_at(value.data_ptr(), value.nbytes)
+    try:
+        if not value.is_contiguous() or value.is_neg():
+            return None
+        shown, kind = _layout(value.shape, value.dtype)
+        address = value.data_ptr()  # 0 if the tensor has no memory
+        return (shown, kind.from_address(address)) if kind is not None and address else None
+    except RuntimeError:
+        return None
 
 
 @functools.lru_cache(maxsize=256)
-def _shown(shape: torch.Size, dtype: torch.dtype) -> bytes:
-    return f"{tuple(shape)} {dtype}".encode()
+def _layout(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, type[_Memory] | None]:
+    """Return the text for a shape and type, and the type of its bytes, unless these are none, many, or not plain."""
+    num_bytes = shape.numel() * dtype.itemsize
+    is_plain = dtype in _PLAIN_DTYPES and not dtype.is_complex  # the bytes of a complex one may mean its conjugate
+    is_small = 0 < num_bytes <= _SMALL_BYTES
+    return f"{tuple(shape)} {dtype}".encode(), ctypes.c_ubyte * num_bytes if is_plain and is_small else None
 
 
-def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[_Bytes]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         yield from _plain(value) or _of_tensor(value)
@@ -210,7 +217,7 @@ def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | 
         yield from _of_object(value, seen)
 
 
-def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[bytes | memoryview]:
+def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[_Bytes]:
     if isinstance(value, Mapping):
         yield f"{len(value)}".encode()
         for key, child in value.items():
@@ -232,7 +239,7 @@ def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[b
             yield from _parts(child, seen)
 
 
-def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+def _of_tensor(tensor: torch.Tensor) -> Iterator[_Bytes]:
     shape = f"{tensor.size(0)} parts" if tensor.is_nested else tuple(tensor.shape)
     yield f"{shape} {tensor.dtype}".encode()
     if tensor.is_meta or tensor.is_quantized:
@@ -275,7 +282,7 @@ def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> It
     yield bytes_of(content)
 
 
-def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
+def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[_Bytes]:
     numpy = sys.modules["numpy"]
     yield f"{array.shape} {array.dtype}".encode()
     if array.dtype.hasobject:

@@ -143,7 +143,9 @@ class RandomStates:
 def states_now(held: HeldGenerators) -> Mapping[str, bytes]:
     """Return the current states of the global generators and of `held` by name, as `RandomStates.states` does."""
     states = look()
-    return {**states, **{f"{_HELD}{name}": state for name, state in held.state_dict().items()}} if len(held) else states
+    return (
+        {**states, **{f"{_HELD}{name}": state for name, state in held.state_dict().items()}} if held.paths else states
+    )
 
 
 @dataclass(kw_only=True, slots=True)

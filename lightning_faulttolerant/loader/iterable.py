@@ -101,19 +101,20 @@ class IterableRecord:
 
     def position(self) -> Position:
         """Return the position of the iteration."""
-        return self._mark().position()
+        return self.mark().position()
 
     def note_position(self) -> None:
         """Keep the position of the iteration for `position_after`."""
-        self.positions.append((self.num_batches, self._mark()))
+        self.positions.append((self.num_batches, self.mark()))
 
-    def _mark(self) -> _Mark:
-        return _Mark(
+    def mark(self) -> _Mark:
+        """Return what the position consists of now."""
+        content = (
             self.way,
             self.start,
             self.first,
             self.log,
-            len(self.log),
+            len(self.log.entries),
             self.num_samples,
             self.digest,
             self.has_ended,
@@ -121,6 +122,7 @@ class IterableRecord:
             self.remembered,
             None if self.source is None else pickle.dumps(self.source.state_dict()),
         )
+        return tuple.__new__(_Mark, content)  # `_Mark(...)` is one more function, for each batch
 
     def position_after(self, num_batches: int) -> Position:
         """Return the position of the iteration after `num_batches`.
@@ -361,11 +363,12 @@ class IterableSide(IterableDataset[Any]):
         record = self._current.record
         if record is not None:
             self._current.record = None
-            self._note_draws(record)
+            if record.batch_begun is not None:
+                self._note_draws(record)
             record.num_left = 0
             record.num_batches += 1
             if self._worker_states is None:
-                record.note_position()
+                record.positions.append((record.num_batches, record.mark()))
         return collate_fn(samples)
 
     def _note_draws(self, record: IterableRecord) -> None:

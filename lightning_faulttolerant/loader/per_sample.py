@@ -192,7 +192,7 @@ class PerSampleDataset:
         held.refresh()
         if get_worker_info() is None:
             _numpy_random()
-            self._before = (saved_globals(), held.state_dict())
+            self._before = (saved_globals(), held.state_dict() if held.paths else {})
         self._current = batch
         try:
             return self._take(batch, held)
@@ -226,7 +226,7 @@ class PerSampleDataset:
             return self._collate_fn(samples)
         self._current = None
         try:
-            seeded = held.generators().keys()
+            seeded = held.generators().keys() if held.paths else ()
             collated = self._collate_fn(samples)
             # The function may have created a generator and changed its samples. Then take both again.
             return self._collate_fn(self._take(batch, held)) if _has_more_than(held, seeded) else collated
@@ -245,7 +245,7 @@ class PerSampleDataset:
 def _has_more_than(held: HeldGenerators, seeded: Collection[str]) -> bool:
     """Return whether there are more generators now than those that were seeded."""
     held.refresh()
-    return len(held) > 0 and not held.generators().keys() <= set(seeded)
+    return bool(held.paths) and not held.generators().keys() <= set(seeded)
 
 
 def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> Collection[str]:
@@ -257,7 +257,7 @@ def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> 
     if numpy_random is not None:
         _seed_random_state(numpy_random, for_numpy)
     torch.default_generator.manual_seed(for_torch)
-    if not len(held):
+    if not held.paths:
         return ()
     generators = held.generators()
     for name, generator in generators.items():

@@ -66,7 +66,8 @@ class SamplerStates:
         objects: LoaderObjects | None,
     ) -> None:
         self._sampler = sampler
-        self._held = held
+        self.held = held
+        """Generators that the sampler may draw from besides the global ones."""
         self._exactness = exactness
         self._is_endless = is_endless
         self._objects = objects
@@ -75,11 +76,11 @@ class SamplerStates:
 
     def now(self) -> RandomStates:
         """Return the current random states."""
-        return RandomStates(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
+        return RandomStates(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=self._epochs())
 
     def states(self) -> Mapping[str, bytes]:
         """Return the current states of all generators by name."""
-        return states_now(self._held)
+        return states_now(self.held)
 
     def at_start(self, before: RandomStates | None = None) -> RandomStates:
         """Return those current states that the sampler may draw from when it starts.
@@ -92,7 +93,7 @@ class SamplerStates:
         if self.may_draw:
             return replace(self.now(), objects=objects)
         # torch's own samplers draw from torch's generator or from one passed to them.
-        held = self._held.state_dict(of=generators_of(self._sampler))
+        held = self.held.state_dict(of=generators_of(self._sampler))
         return RandomStates(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
 
     def at_birth(self, start: RandomStates, *, is_resumed: bool) -> RandomStates:
@@ -111,7 +112,7 @@ class SamplerStates:
     def restore(self, moment: RandomStates) -> list[str]:
         """Restore the random states of `moment`; return the paths of generators that are missing."""
         set_rng_state(moment.rng)
-        missing = self._held.load_state_dict(moment.held) if moment.held else []
+        missing = self.held.load_state_dict(moment.held) if moment.held else []
         put_epochs(self._samplers_with_epoch(), moment.sampler_epochs)
         return missing
 

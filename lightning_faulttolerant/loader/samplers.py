@@ -112,7 +112,8 @@ class DrawLog:
     """States of the generators that a sampler drew from, by batch."""
 
     def __init__(self, packed: bytes = b"") -> None:
-        self._entries = [packed] if packed else []
+        self.entries = [packed] if packed else []
+        """The packed notes. More are only appended."""
         self._kept: dict[str, bytes] = {}
         self._left: dict[str, bytes] = {}
         for _, states in self.states():
@@ -132,12 +133,12 @@ class DrawLog:
     def _add(self, batch: int, name: str, state: bytes) -> None:
         difference = zlib.compress(_xor(state, self._kept.get(name, b"")), 1)
         encoded = name.encode()
-        self._entries.append(_ENTRY.pack(batch, len(encoded), len(difference)) + encoded + difference)
+        self.entries.append(_ENTRY.pack(batch, len(encoded), len(difference)) + encoded + difference)
         self._kept[name] = state
 
     def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
         """Yield each batch with the states to restore before the sampler yields it, in order."""
-        data = b"".join(self._entries)
+        data = b"".join(self.entries)
         kept: dict[str, bytes] = {}
         found: tuple[int, dict[str, bytes]] | None = None
         offset = 0
@@ -157,7 +158,7 @@ class DrawLog:
 
     def until(self, batch: int) -> DrawLog:
         """Return the log of the batches before `batch`."""
-        data = b"".join(self._entries)
+        data = b"".join(self.entries)
         offset = 0
         while offset < len(data):
             noted, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
@@ -166,16 +167,13 @@ class DrawLog:
             offset += _ENTRY.size + name_bytes + difference_bytes
         return DrawLog(data[:offset])
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def pack(self, num_entries: int | None = None) -> bytes:
         """Return the log as bytes, for `DrawLog`.
 
         Args:
             num_entries: Its length at an earlier moment, for the log as it was then. Default: as it is now.
         """
-        return b"".join(self._entries[:num_entries])
+        return b"".join(self.entries[:num_entries])
 
 
 _LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"

@@ -1,4 +1,4 @@
-"""The record of a run, next to its autosaves: the command that started it, and how each of its fits started.
+"""The record of a run, next to its autosaves: the command that started it, how each fit started, and its parent.
 
 It is kept in ``<dirpath>/<run_id>/run.json``, here or in an object store, as long as the run has autosaves.
 
@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.records.history import RESUME_FROM_VARIABLE
-
 FILE_NAME = "run.json"
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
+RESUME_FROM_VARIABLE = "PL_FAULT_TOLERANT_RESUME_FROM"
+"""Where a branch begins, if the callback's ``resume_from`` is not passed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,3 +263,52 @@ def read_lookup(path: str) -> str | None:
             return file.read()
     except FileNotFoundError:
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parent:
+    """What a branch begins from.
+
+    Args:
+        run_id: The run id of the parent.
+        directory: The directory of the parent, as an absolute path or a URL.
+        autosave: The name of the autosave.
+        epoch: Its epoch, from 0.
+        batch: How many batches of the epoch were done.
+        global_step: How many optimizer steps were done.
+        changed: A line for each setting that differs from the parent's.
+    """
+
+    run_id: str
+    directory: str
+    autosave: str
+    epoch: int
+    batch: int
+    global_step: int
+    changed: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the parent as plain values."""
+        return {**asdict(self), "changed": list(self.changed)}
+
+    @property
+    def place(self) -> str:
+        """Where the branch begins, in words."""
+        return f"step {self.global_step} (batch {self.batch} of epoch {self.epoch})"
+
+
+def parent_from(state: object) -> Parent | None:
+    """Return the parent that `Parent.state_dict` describes, or ``None`` if it is something else.
+
+    Args:
+        state: Any value that was read from a file.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    texts = {name: state.get(name) for name in ("run_id", "directory", "autosave")}
+    numbers = {name: state.get(name) for name in ("epoch", "batch", "global_step")}
+    if not all(isinstance(text, str) for text in texts.values()) or not all(type(n) is int for n in numbers.values()):
+        return None
+    lines = state.get("changed")
+    changed = tuple(line for line in lines if isinstance(line, str)) if isinstance(lines, (list, tuple)) else ()
+    return Parent(**texts, **numbers, changed=changed)  # type: ignore[arg-type]  # checked above

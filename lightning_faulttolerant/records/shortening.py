@@ -23,9 +23,9 @@ from lightning_faulttolerant.records.history import (
     START,
     VALIDATION,
     name_of,
+    summed_times,
 )
 from lightning_faulttolerant.records.lines import Line
-from lightning_faulttolerant.records.slow_ranks import summed
 
 NUM_KEPT = 200
 _MARK_BYTES = 150
@@ -167,7 +167,7 @@ def _sum(one: Line | None, other: Line) -> Line:
     longest = max(candidates, key=lambda line: _number(line, "seconds"), default={})
     slow = [each for line in (one, other) for each in slow_of(line.get("slow"))]
     if slow:
-        other = {**other, "slow": [asdict(each) for each in summed(slow)]}
+        other = {**other, "slow": [asdict(each) for each in summed_times(slow)]}
     return {**other, **sums, "since": one.get("since"), "longest": longest}
 
 

@@ -14,7 +14,7 @@ import logging
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,20 +53,25 @@ class HeldGenerators:
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._roots = dict(roots)
-        self._paths: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}
+        """The path to each generator, by name."""
         self._watched: list[_Watched] = []
+        self._near: list[Sized] = []
+        self._sizes: list[int] = []
+        self._with_empty: list[_Watched] = []
         self._known: set[int] = set()
         self._far_seconds, self._far_at = 0.0, 0.0
         self._made: dict[str, tuple[object, bytes]] = {}
         self.search()
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def search(self) -> None:
         """Search again, for objects that created a generator after the last search."""
-        self._paths, self._watched, self._known = {}, [], set()
+        self.paths, self._watched, self._known = {}, [], set()
         self._note(walk(deque(((("item", name),), root) for name, root in self._roots.items())))
+        self._note_near()
 
     def refresh(self, *, whole: bool = False) -> None:
         """Find generators in new items of objects and containers, and in values that replaced a ``None``.
@@ -75,22 +80,33 @@ class HeldGenerators:
             whole: Check all of them. Otherwise, if there are many, those further down are only checked as often as that
                 takes 1 % of the time.
         """
-        watched = self._watched
-        num_near = _MAX_NEAR if len(watched) > _MAX_NEAR else len(watched)
-        # A call for each entry would cost more than the rest.
-        changed = [e for e in watched[:num_near] if len(e.container) != e.size or (e.empty and e.has_filled())]
-        for entry in changed:
-            self._look_at(entry)
-        if num_near < len(watched):
+        if list(map(len, self._near)) != self._sizes or (self._with_empty and self._is_filled()):
+            self._look_at_near()
+        if len(self._near) < len(self._watched):
             began = perf_counter()
             if whole or (began - self._far_at) * _FAR_SHARE >= self._far_seconds:
-                for entry in watched[num_near:]:
+                for entry in self._watched[len(self._near) :]:
                     if entry.has_changed():
                         self._look_at(entry)
+                self._note_near()
                 self._far_at = perf_counter()
                 self._far_seconds = self._far_at - began
         if self._made:
             self._look_at_made()
+
+    def _is_filled(self) -> bool:
+        return any(entry.has_filled() for entry in self._with_empty)
+
+    def _look_at_near(self) -> None:
+        for entry in [entry for entry in self._watched[:_MAX_NEAR] if entry.has_changed()]:
+            self._look_at(entry)
+        self._note_near()
+
+    def _note_near(self) -> None:
+        """Note the sizes of the nearest containers: a call for each of them would cost more than all comparisons."""
+        near = self._watched[:_MAX_NEAR]
+        self._near, self._sizes = [entry.container for entry in near], [entry.size for entry in near]
+        self._with_empty = [entry for entry in near if entry.empty]
 
     def _look_at(self, entry: _Watched) -> None:
         """Search only the new items of a container."""
@@ -100,14 +116,14 @@ class HeldGenerators:
     def _note(self, found: Iterator[tuple[Path, object]]) -> None:
         for path, value in found:
             if is_generator(value):
-                self._paths[path_name(path)] = path
+                self.paths[path_name(path)] = path
             else:
                 self._watch(path, value)
 
     def _look_at_made(self) -> None:
         """Warn if an object has replaced a generator that was created for it, before anything was drawn from it."""
         for name, (generator, blob) in list(self._made.items()):
-            now = self._resolve(self._paths.get(name, ()))
+            now = self._resolve(self.paths.get(name, ()))
             is_unused = pack_generator(generator) == blob
             if now is generator and is_unused:
                 continue
@@ -144,9 +160,9 @@ class HeldGenerators:
 
     def generators(self) -> dict[str, object]:
         """Return each generator by its path."""
-        if not self._paths:
+        if not self.paths:
             return {}
-        found = ((name, self._resolve(path)) for name, path in self._paths.items())
+        found = ((name, self._resolve(path)) for name, path in self.paths.items())
         return {name: generator for name, generator in found if is_generator(generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
@@ -161,7 +177,7 @@ class HeldGenerators:
         self.search()
         missing = []
         for name, blob in state_dict.items():
-            generator = self._resolve(self._paths.get(name, ()))
+            generator = self._resolve(self.paths.get(name, ()))
             if is_generator(generator):
                 unpack_generator(generator, blob)
             elif not self._fill(name, blob):

@@ -129,6 +129,10 @@ class StateMemory(Protocol):
 
     generator: Any
 
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The parts of the memory that show a change."""
+
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""
 
@@ -162,6 +166,11 @@ class PythonMemory:
         self.marked = self._memory[:num_bytes] if self._is_index_first else self._memory[-num_bytes:]
         self.mark = self._blob = self._image = b""
         self.gauss: float | None = None
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The part of the memory that shows a change. The cached Gaussian is an attribute."""
+        return (self.marked,)
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""
@@ -220,6 +229,11 @@ class NumpyMemory:
         self.marked = self._memory[-_MARKED_BYTES - _INDEX_BYTES :]
         self.marked_gauss = _view(id(generator) + first, end - first)
         self.mark = self.mark_of_gauss = self._image = self._blob = b""
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The parts of the memory that show a change."""
+        return self.marked, self.marked_gauss
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory, and no other bit generator."""
@@ -281,6 +295,11 @@ class TorchMemory:
         self.marked, self.marked_gauss = (_view(address + first, num_bytes) for first, num_bytes in parts)
         self.mark = self.mark_of_gauss = self._blob = b""
         self._state: torch.Tensor | None = None
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The parts of the memory that show a change."""
+        return self.marked, self.marked_gauss
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""

@@ -34,6 +34,11 @@ from lightning_faulttolerant.state.memory import (
 )
 
 _KINDS = ("cuda", "xpu")
+_join = b"".join
+
+# torch's modules of accelerators that it was built without. These are never initialized.
+_WITHOUT_CUDA = None if torch.version.cuda or torch.version.hip else torch.cuda
+_WITHOUT_XPU = torch.xpu if getattr(torch.version, "xpu", "unknown") is None else None
 
 
 def initialised() -> list[tuple[str, Any]]:
@@ -132,11 +137,6 @@ def rng_state() -> dict[str, bytes]:
     return dict(_GLOBALS.look())
 
 
-def look() -> Mapping[str, bytes]:
-    """Return what `rng_state` returns: the same object, if nothing has changed since the last call."""
-    return _GLOBALS.look()
-
-
 def torch_rng_state() -> dict[str, bytes]:
     """Return the state of torch's global generator alone."""
     return {"torch": _GLOBALS.look()["torch"]}
@@ -162,6 +162,45 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
 SavedGlobals = Sequence[tuple[str, StateMemory | None, Any]]
 
 
+class _Watch:
+    """What a look compares: if all of this is the same, so are the states. Without generators, it is always different.
+
+    ``views`` are the parts of the generators' memory that show a change, and ``mark`` is their content. torch's part is
+    only read after a look at the ``pointer`` to it.
+
+    Args:
+        python: The memory of Python's generator.
+        numpy: The memory of NumPy's generator, if NumPy's are imported.
+        of_torch: The memory of torch's generator.
+    """
+
+    __slots__ = ("address", "bits", "gauss", "getter_of_numpy", "getter_of_python", "mark", "numpy", "numpy_random",
+                 "of", "pointer", "python", "torch", "views")  # fmt: skip
+
+    def __init__(
+        self, python: PythonMemory | None = None, numpy: NumpyMemory | None = None, of_torch: TorchMemory | None = None
+    ) -> None:
+        self.of = python, numpy, of_torch
+        self.numpy_random = sys.modules.get("numpy.random")
+        self.numpy: Any = None if numpy is None else numpy.generator
+        self.bits = None if numpy is None else numpy.bits
+        self.views: Sequence[memoryview] = ()
+        self.mark: bytes | None = None
+        self.pointer, self.address = None, b""
+        if python is not None and of_torch is not None and (numpy is not None or self.numpy_random is None):
+            self.python, self.torch = python.generator, of_torch.generator
+            self.pointer, self.address = of_torch.pointer, of_torch.address
+            self.views = (*python.views, *(() if numpy is None else numpy.views), *of_torch.views)
+            self.renew()
+
+    def renew(self) -> None:
+        """Note that the states that the generators have now are about to be read."""
+        if self.views:
+            self.mark, self.gauss = _join(self.views), self.python.gauss_next
+            self.getter_of_python = random.getstate
+            self.getter_of_numpy = None if self.numpy_random is None else self.numpy_random.get_state
+
+
 class _GlobalGenerators:
     """The memory of the global generators, found again if they are replaced."""
 
@@ -170,36 +209,35 @@ class _GlobalGenerators:
         self._numpy: NumpyMemory | None = None
         self._torch: TorchMemory | None = None
         self._last: Mapping[str, bytes] = {}
+        self._last_of_all: Mapping[str, bytes] = {}
         self._saved: SavedGlobals | None = None
+        self._watch = _Watch()
 
     def look(self) -> Mapping[str, bytes]:
         """Return the states of all of them: the same object, if none has changed since the last call.
 
-        Loaders look before and after each batch. A training step has emptied the processor's caches by then, so the
-        code of each further function would cost more than all comparisons.
+        Loaders look before and after each batch. A training step has emptied the processor's caches by then, so each
+        further function, and each further object that is read, would cost more than all comparisons.
         """
-        python, numpy, of_torch = self._python, self._numpy, self._torch
+        watch = self._watch
         if (
-            python is None
-            or numpy is None
-            or of_torch is None
-            or python.marked.tobytes() != python.mark
-            or python.generator.gauss_next is not python.gauss
-            or python.generator is not getattr(random.getstate, "__self__", None)
-            or numpy.marked.tobytes() != numpy.mark
-            or numpy.marked_gauss.tobytes() != numpy.mark_of_gauss
-            or numpy.generator._bit_generator is not numpy.bits
-            or numpy.generator is not getattr(sys.modules["numpy.random"].get_state, "__self__", None)
-            or torch.default_generator is not of_torch.generator
-            or of_torch.pointer.tobytes() != of_torch.address
-            or of_torch.marked.tobytes() != of_torch.mark
-            or of_torch.marked_gauss.tobytes() != of_torch.mark_of_gauss
-            or _is_initialised("cuda")
-            or _is_initialised("xpu")
+            watch.pointer != watch.address
+            or _join(watch.views) != watch.mark
+            or watch.python.gauss_next is not watch.gauss
+            or random.getstate is not watch.getter_of_python
+            or (numpy_random := sys.modules.get("numpy.random")) is not watch.numpy_random
+            or (numpy_random is not None and numpy_random.get_state is not watch.getter_of_numpy)
+            or (numpy_random is not None and watch.numpy._bit_generator is not watch.bits)
+            or torch.default_generator is not watch.torch
         ):
             states = self._read()
             self._last = self._last if self._last == states else states
-            return {**self._last, **of_devices} if (of_devices := _states_of_devices()) else self._last
+        if (torch.cuda is not _WITHOUT_CUDA and _is_initialised("cuda")) or (
+            torch.xpu is not _WITHOUT_XPU and _is_initialised("xpu")
+        ):
+            states = {**self._last, **_states_of_devices()}
+            self._last_of_all = self._last_of_all if self._last_of_all == states else states
+            return self._last_of_all
         return self._last
 
     def save(self) -> SavedGlobals:
@@ -212,7 +250,14 @@ class _GlobalGenerators:
 
     def _read(self) -> dict[str, bytes]:
         self._saved, states = None, {}
-        for name, memory in self.memories().items():
+        found = self.memories()
+        memories = self._python, self._numpy, self._torch
+        # Before the states are read: another thread may draw in between.
+        if self._watch.of == memories and self._watch.numpy_random is sys.modules.get("numpy.random"):
+            self._watch.renew()
+        else:
+            self._watch = _Watch(*memories)
+        for name, memory in found.items():
             states[name] = _by_getter(name) if memory is None else memory.state()
         return states
 
@@ -254,10 +299,12 @@ def _by_getter(name: str) -> bytes:
 
 _GLOBALS = _GlobalGenerators()
 
+look = _GLOBALS.look
+"""Returns what `rng_state` returns: the same object, if nothing has changed since the last call."""
 
-def saved_globals() -> SavedGlobals:
-    """Return the states of the global generators of Python, NumPy (if imported), and torch, for `restore_globals`."""
-    return _GLOBALS.save()
+
+saved_globals = _GLOBALS.save
+"""Returns the states of the global generators of Python, NumPy (if imported), and torch, for `restore_globals`."""
 
 
 def restore_globals(saved: SavedGlobals) -> None:

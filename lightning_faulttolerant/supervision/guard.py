@@ -3,6 +3,9 @@
 ``python -m lightning_faulttolerant.supervision.guard DIRECTORY`` reads process ids, one a line. If its input ends
 without the line ``end``, the supervisor is gone: nobody would start the run again, or end it. Its processes are killed,
 so that the same command can continue the run at once.
+
+Like the watcher, it is our own process next to the processes of a run, in its own session: what ends the run does not
+end it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,31 @@ from collections.abc import Iterable, Mapping
 from typing import IO, final
 
 from lightning_faulttolerant.processes import in_sessions, is_running, parents_and_states, started_at, with_children
-from lightning_faulttolerant.supervision.companion import start_companion
 from lightning_faulttolerant.supervision.marks import read_marks
+
+
+def start_companion(module: str, *arguments: str, standard_input: int | None = None) -> int:
+    """Start ``python -m MODULE ARGUMENTS``; return its process id.
+
+    Args:
+        module: The module.
+        arguments: Its arguments.
+        standard_input: A descriptor for its standard input. It reads nothing by default.
+
+    Raises:
+        OSError: If it can't be started.
+        NotImplementedError: If this system can't start a process in a new session.
+    """
+    # Without the settings of the run: the companion is not one.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    words = [sys.executable, "-m", module, *arguments]
+    source = (
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        if standard_input is None
+        else (os.POSIX_SPAWN_DUP2, standard_input, 0)
+    )
+    return os.posix_spawn(sys.executable, words, variables, file_actions=[source], setsid=True)
+
 
 _END = "end"
 _KILLED_WITHIN_SECONDS = 10.0

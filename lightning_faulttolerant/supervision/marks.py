@@ -2,7 +2,7 @@
 
 A mark is a few numbers in a file that is mapped into memory, so that it costs no system call. It holds no time: the
 watcher measures how long a mark stays the same. So a watcher can read it whatever the process does, even if C code
-holds the GIL, or a signal has stopped the process.
+holds the GIL, or a signal has stopped the process. The exception that ends a process is in a file next to its mark.
 
 A section may take ten times as long as the slowest of its kind so far, which the next start knows. A limit that is
 wrong must not end a run: after a hang, the same place of the run may take twice as long.
@@ -14,11 +14,12 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import final
 
@@ -343,3 +344,88 @@ def _place(marks: ProcessMarks) -> _Place:
 
 def _write_nothing() -> None:
     pass
+
+
+_FAILURE_PREFIX = "failure-"
+_MAX_TEXT = 2000
+_MAX_SAMPLES = 64
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFailure:
+    """An exception that has ended a process.
+
+    Args:
+        kind: The name of its class.
+        text: Its message.
+        function: The Trainer's function: ``fit``, ``validate``, ``test``, or ``predict``.
+        epoch: The epoch, from 0.
+        batch: The batch of the epoch, from 0; ``None`` before the first batch.
+        evaluated: The batch of an evaluation, from 0; ``None`` outside of one.
+        samples: The indices of the batch's samples by loader, where they are known.
+        rank: The rank.
+        time: When it was raised, in seconds since 1970.
+        is_lost: Whether it only says that another rank has failed.
+    """
+
+    kind: str
+    text: str
+    function: str
+    epoch: int
+    batch: int | None
+    evaluated: int | None = None
+    samples: Mapping[str, list[object]] = field(default_factory=dict)
+    rank: int = 0
+    time: float
+    is_lost: bool = False
+
+    @property
+    def identity(self) -> tuple[object, ...] | None:
+        """What two failures share if they are the same exception at the same batch; ``None`` without a batch."""
+        if self.batch is None or self.is_lost:
+            return None
+        text = _ADDRESS.sub("0x", self.text)
+        return self.kind, text, self.function, self.epoch, self.batch, self.evaluated
+
+    @property
+    def place(self) -> str:
+        """Where it was raised, in words."""
+        if self.batch is None:
+            return f"before the first batch of {self.function}"
+        if self.evaluated is None:
+            return f"in batch {self.batch} of epoch {self.epoch}"
+        if self.function != "fit":
+            return f"in batch {self.evaluated} of {self.function}"
+        return f"in batch {self.evaluated} of the validation run after batch {self.batch} of epoch {self.epoch}"
+
+    @property
+    def samples_text(self) -> str:
+        """The samples of the batch, in words; empty if they are not known."""
+        return "; ".join(f"{loader}: {_listed(indices)}" for loader, indices in self.samples.items())
+
+
+def _listed(indices: list[object]) -> str:
+    more = len(indices) - _MAX_SAMPLES
+    return ", ".join(map(str, indices[:_MAX_SAMPLES])) + (f", and {more} more" if more > 0 else "")
+
+
+def write_failure(directory: str | os.PathLike[str], failure: TrainingFailure) -> None:
+    """Write what has ended this process."""
+    path = Path(directory) / f"{_FAILURE_PREFIX}{os.getpid()}.json"
+    content = asdict(failure) | {"text": failure.text[:_MAX_TEXT]}
+    temporary = path.with_suffix(".temporary")
+    temporary.write_text(json.dumps(content, default=str), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def forget_failure(directory: str | os.PathLike[str]) -> None:
+    """Remove what this process has written: the script has caught that exception, and continues."""
+    with contextlib.suppress(OSError):
+        os.unlink(Path(directory) / f"{_FAILURE_PREFIX}{os.getpid()}.json")
+
+
+def read_failures(directory: str | os.PathLike[str]) -> list[TrainingFailure]:
+    """Return what has ended the processes: first those that have failed by themselves, in order of time."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(directory).glob(f"{_FAILURE_PREFIX}*.json")]
+    return sorted((TrainingFailure(**content) for content in found), key=lambda one: (one.is_lost, one.time))

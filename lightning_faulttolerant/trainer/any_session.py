@@ -1,4 +1,7 @@
-"""What the session of a fit and that of an evaluation have in common: what they hold, how they begin, how they end."""
+"""What the session of a fit and that of an evaluation have in common: what they hold, how they begin, how they end.
+
+If an exception ends them, what can still be saved is saved, and the exception is never hidden.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,80 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.supervision.marks import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.functions import function_of
-from lightning_faulttolerant.trainer.hangs.supervision import Supervision
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
-from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.process_group import apart_from_earlier_ranks
-from lightning_faulttolerant.trainer.replay.protection import without_saves
-from lightning_faulttolerant.trainer.replay.replayed_steps import replay_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, function_of, position_of
+from lightning_faulttolerant.trainer.process import is_manual
+from lightning_faulttolerant.trainer.ranks.strategies import apart_from_earlier_ranks
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.settings.environment import is_manual
-from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.stop.stopping import Stopping
+from lightning_faulttolerant.trainer.save.autosave import Autosaver
+from lightning_faulttolerant.trainer.sections import Supervision
+from lightning_faulttolerant.trainer.settings import Options
+from lightning_faulttolerant.trainer.signals import say_unsaved
+from lightning_faulttolerant.trainer.steps.replay import replay_of, without_saves
+from lightning_faulttolerant.trainer.stopping import Stopping
+
+
+def end_interrupted(
+    trainer: Trainer,
+    boundary: Boundary | None,
+    autosaver: Autosaver,
+    exception: BaseException,
+    resumed_from: str | None,
+) -> None:
+    """Save what can be saved of a fit that an exception ended, and report it.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        boundary: The object that saves the fit, or ``None`` if nothing is to be saved.
+        autosaver: The fit's autosaver. It may still be writing in the background.
+        exception: The exception that ended the fit.
+        resumed_from: The checkpoint that the fit started from, if any.
+    """
+    autosaver.settle()
+    is_stop = isinstance(exception, TrainingStopped)
+    if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
+        _save(boundary, autosaver, exception)
+    if isinstance(exception, TrainingStopped):
+        tell_stopped(exception, autosaver.pace.saved, resumed_from)
+
+
+def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, resumed_from: str | None) -> None:
+    """Print where a stopped run will continue: at its last save, or else where this start began."""
+    start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
+    place = start if saved is None else str(saved)
+    tell(f"\n{exception.reason}. Run the same command again to continue {place}.")
+
+
+def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) -> None:
+    name, pace = type(exception).__name__, autosaver.pace
+    try:
+        is_tried = boundary.save_interrupted()
+    except Exception as error:  # noqa: BLE001 - the user must see the original exception, and the last autosave exists
+        rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
+        return
+    if isinstance(exception, TrainingStopped):
+        say_unsaved(exception, pace.unsaved if is_tried else "")
+    elif is_tried and pace.unsaved:
+        tell(f"\n{name}: {pace.unsaved}.")
+    else:
+        tell(f"\n{name}: {_what_there_is(pace.saved, is_new=is_tried)}.")
+
+
+def _what_there_is(position: TrainerPosition | None, *, is_new: bool) -> str:
+    if position is None:
+        return "this start has saved nothing yet"
+    return f"{'saved' if is_new else 'the last autosave stays'}, {position}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

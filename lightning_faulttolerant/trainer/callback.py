@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
+from lightning_faulttolerant.records.incidents import MeasuredStep
 from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
-from lightning_faulttolerant.trainer.incidents.rules import MeasuredStep
-from lightning_faulttolerant.trainer.process import Registered, without_collections
+from lightning_faulttolerant.trainer.process import (
+    Registered,
+    begin_fit,
+    is_fit_in_progress,
+    is_nested_fit,
+    is_switched_off,
+    read_trust,
+    without_collections,
+)
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run import nested_fits as under_way
-from lightning_faulttolerant.trainer.settings.environment import is_switched_off, read_trust
-from lightning_faulttolerant.trainer.settings.options import (
+from lightning_faulttolerant.trainer.settings import (
     DEFAULT_BUDGET,
     Options,
     checked_dirpath,
@@ -27,11 +33,11 @@ from lightning_faulttolerant.trainer.settings.options import (
     option_names,
     with_options_of_environment,
 )
-from lightning_faulttolerant.trainer.stop.deadline import checked_deadline
+from lightning_faulttolerant.trainer.signals import checked_deadline
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.any_session import AnySession
-    from lightning_faulttolerant.trainer.ledger.opened import OpenLedger
+    from lightning_faulttolerant.trainer.steps.open_ledger import OpenLedger
 
 _log = logging.getLogger(__name__)
 
@@ -267,7 +273,7 @@ class FaultTolerance(AnyCallback):
             package.check_strategy(trainer.strategy)
         elif not package.can_be_evaluated(trainer):
             return
-        if under_way.is_inside_another(trainer):
+        if is_nested_fit(trainer):
             # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
             # inner fit would then be that of another fit.
             _log.info("A fit inside another fit is not saved: the outer fit resumes before it.")
@@ -276,7 +282,7 @@ class FaultTolerance(AnyCallback):
         self._close_ledger()  # first: its patches lie over those of the session
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
-        under_way.begin(trainer)
+        begin_fit(trainer)
         kind = package.Session if is_fit else package.EvaluationSession
         self._session = kind(trainer, self._options, self._registered)
         self._session.begin()
@@ -298,7 +304,7 @@ class FaultTolerance(AnyCallback):
             self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
         elif is_switched_off() and self._is_in_charge(trainer) and served(trainer).begins_while_off(trainer):
             self._close_ledger()
-            under_way.begin(trainer)
+            begin_fit(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
     def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, object]) -> None:
@@ -348,7 +354,7 @@ class FaultTolerance(AnyCallback):
     def _is_of_another(self, trainer: object) -> bool:
         """Return whether this callback follows another fit, and `trainer` got it inside a hook of that fit."""
         own = self._session.trainer if self._session is not None else trainer
-        return own is not trainer and under_way.is_under_way(own)
+        return own is not trainer and is_fit_in_progress(own)
 
     def _is_in_charge(self, trainer: object) -> bool:
         """Return whether this callback is the one that acts: the first that the user added, if there are several."""

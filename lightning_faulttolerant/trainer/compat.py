@@ -19,8 +19,8 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
-from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import loop_of
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
@@ -318,7 +318,9 @@ def combined_state(trainer: Trainer) -> dict[str, object] | None:
         return None
     iterator = combined._iterator
     state = {"index": iterator._idx, "fetched": fetcher.fetched, "batch_index": getattr(fetcher, "_batch_idx", 0)}
-    return {**state, "used_up": list(iterator._consumed)} if isinstance(iterator, _MaxSizeCycle) else state
+    if isinstance(iterator, _MaxSizeCycle):
+        state["used_up"] = list(iterator._consumed)
+    return state
 
 
 def _load_combined(trainer: Trainer, state: Mapping[str, Any] | None) -> None:

@@ -1,4 +1,8 @@
-"""Where in a run a state was taken, and which of two states is later."""
+"""Where in a run a state was taken: the function that runs, and the place in it. Which of two places is later.
+
+The functions of a Trainer are ``fit``, ``validate``, ``test``, and ``predict``. A fit closes an epoch in its middle
+when it reaches ``max_steps``: the rest of that epoch can't be trained.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,35 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.schema import SavedPosition
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
+
+FIT = "fit"
+
+
+def function_of(trainer: Trainer) -> str:
+    """Return the name of the function that runs."""
+    return FIT if trainer.state.fn is None else str(trainer.state.fn.value)
+
+
+def stage_of(trainer: Trainer) -> str:
+    """Return the word for the running evaluation in the names of hooks, as in ``on_test_start``."""
+    function = function_of(trainer)
+    return function if function in ("test", "predict") else "validation"
+
+
+def loop_of(trainer: Trainer) -> Any:
+    """Return the evaluation loop of the function that runs; for ``fit`` that of its validation runs."""
+    function = function_of(trainer)
+    if function == "validate":
+        return trainer.validate_loop
+    if function == "test":
+        return trainer.test_loop
+    return trainer.predict_loop if function == "predict" else trainer.fit_loop.epoch_loop.val_loop
+
+
+def num_evaluated(trainer: Trainer) -> int:
+    """Return how many batches of the validation run, or of the evaluation, have begun."""
+    return int(loop_of(trainer).batch_progress.current.ready)
+
 
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
@@ -22,6 +54,11 @@ FINISHED = "finished"
 IN_EVALUATION = ("in validate", "in test", "in predict")
 EVALUATED = ("after validate", "after test", "after predict")
 IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDATION_END, EPOCH_END)
+
+REMEDY_OF_CUT = (
+    "Resume from a checkpoint that ModelCheckpoint saved after a batch (with every_n_train_steps): it continues in "
+    "the middle of the epoch"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +133,29 @@ class TrainerPosition:
     def from_state_dict(cls, state: SavedPosition) -> TrainerPosition:
         """Return the position that has this state."""
         return cls(**state)  # type: ignore[arg-type]  # older versions wrote None as `validation_batch`
+
+    def reason_of_cut(self, path: str) -> str:
+        """Return why the checkpoint `path` can't be trained further, if its epoch was closed in the middle."""
+        return (
+            f"{path} comes from a fit that ended in the middle of an epoch, after batch {self.batch}. The epoch was "
+            "closed there, so the rest of it can't be trained"
+        )
+
+    def is_cut(self, trainer: Trainer, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+        """Return whether `trainer` would train on without the rest of an epoch that ``max_steps`` had ended.
+
+        Args:
+            trainer: The trainer that runs the fit.
+            checkpoint: The checkpoint that was saved here.
+            saved: What the trainer was when it was saved, the part ``trainer`` of the state.
+        """
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+        if self.where != EPOCH_END or progress is None or saved.get("should_stop"):
+            return False
+        # A batch that on_train_batch_start skipped, with the rest of its epoch, is begun and never completed.
+        is_whole = progress["current"]["completed"] < progress["current"]["ready"] or progress["is_last_batch"]
+        is_cut = not is_whole and self.batch < saved.get("num_training_batches", 0)
+        return is_cut and (trainer.max_steps < 0 or trainer.max_steps > self.global_step)
 
     def __str__(self) -> str:
         run = f"the validation run after batch {self.batch} of epoch {self.epoch}"

@@ -36,7 +36,7 @@ class Recorder(AnyCallback):
     def setup(self, trainer: object, pl_module: object, stage: str) -> None:
         """Listen to the loggers."""
         if stage == "fit":
-            served(trainer).recorded.listen(trainer, self)
+            served(trainer).listen(trainer, self)
             for callback in served(trainer).compat.callbacks(trainer):
                 if isinstance(callback, FaultTolerance):
                     callback.call_on_skipped(partial(self._left_out, trainer))
@@ -49,13 +49,13 @@ class Recorder(AnyCallback):
     def on_train_batch_start(self, trainer: object, pl_module: object, batch: object, batch_idx: int) -> None:
         """Record the contents of a batch, and the metrics that the trainer shows before it."""
         self._tell_resume(trainer)
-        self.write("batch", **served(trainer).recorded.batch_event(trainer, batch, batch_idx))
+        self.write("batch", **served(trainer).batch_event(trainer, batch, batch_idx))
 
     def on_train_batch_end(
         self, trainer: object, pl_module: object, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Record the loss and the learning rates."""
-        self.write("step", **served(trainer).recorded.step_event(trainer, outputs, batch, batch_idx))
+        self.write("step", **served(trainer).step_event(trainer, outputs, batch, batch_idx))
 
     def on_validation_start(self, trainer: Any, pl_module: object) -> None:
         """Record that a validation run begins."""
@@ -70,13 +70,13 @@ class Recorder(AnyCallback):
         """Record the contents of a validation batch."""
         if not trainer.sanity_checking:
             self._tell_resume(trainer)
-            content = served(trainer).recorded.digest(batch)
+            content = served(trainer).digest(batch)
             self.write("validation batch", batch=batch_idx, loader=dataloader_idx, content=content)
 
     def on_validation_end(self, trainer: Any, pl_module: object) -> None:
         """Record the results of a validation run."""
         if not trainer.sanity_checking:
-            metrics = served(trainer).recorded.shown_metrics(trainer)
+            metrics = served(trainer).shown_metrics(trainer)
             self.write("validated", epoch=trainer.current_epoch, metrics=metrics)
 
     def _tell_resume(self, trainer: object) -> None:
@@ -144,4 +144,4 @@ class KillAt(AnyCallback):
 
 def record_end(recorder: Recorder, trainer: object, draws: Mapping[str, object]) -> None:
     """Record the final state of a fit: weights, optimizers, metrics, callbacks, and the generators' next draws."""
-    recorder.write("end", draws=dict(draws), **served(trainer).recorded.end_event(trainer))
+    recorder.write("end", draws=dict(draws), **served(trainer).end_event(trainer))

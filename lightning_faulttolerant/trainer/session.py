@@ -12,32 +12,29 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.records.incidents import Rule
 from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.ddp_buckets import BUCKETS, Buckets
-from lightning_faulttolerant.trainer.any_session import AnySession
-from lightning_faulttolerant.trainer.files.stand_in import write_atomically
-from lightning_faulttolerant.trainer.incidents.flight_recorder import FlightRecorder
-from lightning_faulttolerant.trainer.incidents.incident_writer import IncidentWriter
-from lightning_faulttolerant.trainer.incidents.rules import Rule
+from lightning_faulttolerant.trainer.any_session import AnySession, end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
+from lightning_faulttolerant.trainer.ranks.strategies import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.resume.restoring import Restoring
+from lightning_faulttolerant.trainer.resume.restoring import Restoring, write_atomically
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
-from lightning_faulttolerant.trainer.run.own_times import follow_buffers, follow_steps
-from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
+from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer, warm_up
 from lightning_faulttolerant.trainer.save.contents import HookSaves
-from lightning_faulttolerant.trainer.save.exception import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
-from lightning_faulttolerant.trainer.save.warm_up import warm_up
-from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.skips.skipped_batches import SKIPPED, SkippedBatches
+from lightning_faulttolerant.trainer.sections import follow_buffers, follow_steps
+from lightning_faulttolerant.trainer.settings import Options
+from lightning_faulttolerant.trainer.steps.flight_recorder import FlightRecorder
+from lightning_faulttolerant.trainer.steps.incident_writer import IncidentWriter
+from lightning_faulttolerant.trainer.steps.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
 
 
@@ -293,9 +290,11 @@ class Session(AnySession):
 
         def advance(data_fetcher: object) -> None:
             section, training = TRAINING_BATCH, self._training
-            if training is not None:
-                section = FIRST_BATCH if training.boundary is None else TRAINING_BATCH
-                training.before_batch()
+            if training is not None and training.boundary is not None:
+                training.boundary.before_batch()
+            elif training is not None:
+                section = FIRST_BATCH
+                training.before_first_batch()
             if supervision.marks is not None:
                 supervision.in_batch(section)
             skipped = None if training is None else training.skipped

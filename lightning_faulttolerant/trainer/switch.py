@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
-from lightning_faulttolerant.trainer.process import without_collections
-from lightning_faulttolerant.trainer.settings.environment import read_switch
+from lightning_faulttolerant.trainer.process import read_switch, without_collections
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.callback import FaultTolerance

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, begin_next_bar
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun, zeroed
-from lightning_faulttolerant.trainer.hangs.supervision import Supervision
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.position import (
@@ -31,14 +31,14 @@ from lightning_faulttolerant.trainer.position import (
     VALIDATION_END,
     position_of,
 )
-from lightning_faulttolerant.trainer.resume.progress_bar import begin_evaluation, begin_next
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.autosave import Checkpointer
 from lightning_faulttolerant.trainer.save.contents import MODULE
 from lightning_faulttolerant.trainer.save.run_state import VALIDATION_RUN, RunState, named_callbacks
-from lightning_faulttolerant.trainer.skips.skipped_batches import SkippedBatches
-from lightning_faulttolerant.trainer.stop.stopping import Stopping
+from lightning_faulttolerant.trainer.sections import Supervision
+from lightning_faulttolerant.trainer.steps.skipped_batches import SkippedBatches
+from lightning_faulttolerant.trainer.stopping import Stopping
 
 
 class ResumedEpoch:
@@ -120,7 +120,7 @@ class ResumedEpoch:
             with zeroed(trainer):
                 compat.finish_batch(trainer)
         elif self._where == IN_VALIDATION:
-            with run.continued(saved, lambda: begin_evaluation(trainer)):
+            with run.continued(saved, lambda: begin_evaluation_bar(trainer)):
                 compat.finish_batch(trainer)
         elif self._where == VALIDATION_END:
             callbacks, module = self._pending()
@@ -137,7 +137,7 @@ class ResumedEpoch:
                 original()
         else:
             original()
-        begin_next(self._trainer)
+        begin_next_bar(self._trainer)
 
     def _call(self, hook: str, *args: object) -> None:
         callbacks, module = self._pending()
@@ -292,9 +292,9 @@ class Training:
         orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
         self._beginning.history.order(epoch, orders, num_batches)
 
-    def before_batch(self) -> None:
-        """Pass the boundary before a training batch."""
-        (self.boundary or self._make_boundary()).before_batch()
+    def before_first_batch(self) -> None:
+        """Pass the boundary before the first training batch of this process."""
+        self._make_boundary().before_batch()
 
     def validate(self, original: Method) -> object:
         """Replace the validation loop's ``run``."""

@@ -21,19 +21,15 @@ SHARED = (
     "bases",
     "callback",
     "save.checkpoint_io",
-    "stop.deadline",
-    "incidents.rules",
-    "settings.environment",
     "run.history_file",
-    "settings.options",
+    "settings",
     "process",
     "recorder",
     "resume.report",
     "run.directory",
     "identity.starts",
-    "stop.signals",
+    "signals",
     "switch",
-    "run.nested_fits",
 )
 
 TRANSLATION = Translation(

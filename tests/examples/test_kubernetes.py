@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.stop.signals import DEADLINE_EXIT_CODE, UNSAVED_EXIT_CODE
+from lightning_faulttolerant.trainer.signals import DEADLINE_EXIT_CODE, UNSAVED_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = ROOT / "examples" / "kubernetes" / "job.yaml"

@@ -20,8 +20,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.recorder import KillAt
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests.data_sets import NoisyDataset, counted
 from tests.faults import ALWAYS, RaiseIn
 from tests.runs import Net, fit_net, make_trainer

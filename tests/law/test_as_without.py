@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.recorder import KillAt
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE
 from tests.runs import Net, assert_exact, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.trainer.adapters.ddp_buckets import Buckets
+from lightning_faulttolerant.trainer.ranks.strategies import Buckets
 from tests.rank_runs import SECONDS, assert_ranks_go_on, for_ranks, rank_fit
 from tests.runs import Cut, Net
 

@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import run_ranks
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.loaders.trackers import user_loader
 from tests.data_sets import NoisyDataset

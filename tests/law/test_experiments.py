@@ -257,7 +257,7 @@ def test_unknown_loggers_are_named_once(tmp_path: Path) -> None:
 
 def test_advice_for_loggers_of_lightning() -> None:
     """The advice for Lightning's loggers names the argument."""
-    from lightning_faulttolerant.trainer.experiments.experiments import _advice
+    from lightning_faulttolerant.trainer.files.experiments import _advice
 
     assert _advice(CometLogger.__new__(CometLogger)) == "Give it an experiment_key."
 

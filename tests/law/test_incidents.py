@@ -16,9 +16,9 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.records.incidents import Incident, read_incident
 from lightning_faulttolerant.testing import assert_resumes_exactly
-from lightning_faulttolerant.trainer.incidents import incident_writer, states_on_disk
-from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.trainer.steps import incident_writer
+from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.groups import run_group
 from tests.processes import Ended, run
 from tests.rank_runs import shuffled
@@ -387,7 +387,7 @@ def test_two_ranks_write_the_state_of_both(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_notice_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report of the others names the last autosave, training continues, and no file is left."""
-    monkeypatch.setattr(states_on_disk, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(incident_writer, "WAIT_SECONDS", 0.5)
     monkeypatch.setattr(incident_writer, "all_notice", lambda trainer: trainer.global_rank == 0)
     trained_on_two(tmp_path)
     first, second = (incidents(tmp_path)[f"incident-00000003{rank}.json"] for rank in ("", "-rank-1"))
@@ -400,7 +400,7 @@ def test_a_rank_that_does_not_notice_is_not_waited_for_long(tmp_path: Path, monk
 @pytest.mark.slow
 def test_gradients_that_are_not_exchanged_are_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of an accumulation window, only the rank with the NaN reports it. The other one does later."""
-    monkeypatch.setattr(states_on_disk, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(incident_writer, "WAIT_SECONDS", 0.5)
     trained_on_two(tmp_path, accumulate_grad_batches=5)
     found = incidents(tmp_path)
     assert sorted(found) == ["incident-00000003-rank-1.json", "incident-00000004.json"]

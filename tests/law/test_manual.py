@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE
+from lightning_faulttolerant.trainer.process import VARIABLE
 from tests.data_sets import HoldingDataset, NoisyDataset, StatefulSampler, counted
 from tests.runs import Net, each_cut, fit_net
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.records.skips import SKIP_VARIABLE
+from lightning_faulttolerant.records.requests import SKIP_VARIABLE
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.cli.checkpoints import call

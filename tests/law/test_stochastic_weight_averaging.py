@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
-from lightning_faulttolerant.trainer.ledger.digests import digest
+from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.callbacks import swa
 from tests.modules import NormNet, PlainNet
 from tests.processes import run

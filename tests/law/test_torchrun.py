@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed
 
 from lightning_faulttolerant.testing.processes import run_ranks
-from lightning_faulttolerant.trainer.ranks.process_group import apart_from_earlier_ranks
+from lightning_faulttolerant.trainer.ranks.strategies import apart_from_earlier_ranks
 from tests.agents import Agent
 from tests.launched import RankRecorder, assert_same
 from tests.rank_runs import RankNet, for_ranks, shuffled

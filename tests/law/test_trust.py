@@ -24,7 +24,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
-from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.resume.choice import Trust
 from tests.damage import Payload
 from tests.processes import Ended, run
 from tests.runs import fit_net

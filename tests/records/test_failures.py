@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.records.failures import Failures, best_interval, failures_of
+from lightning_faulttolerant.records.chapters import Failures, best_interval, failures_of
 from tests.records.made import Story
 
 

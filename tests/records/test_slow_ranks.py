@@ -7,7 +7,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.records.slow_ranks import SECTIONS, SlowRank, slow_ranks, summed
+from lightning_faulttolerant.records.history import SECTIONS, SlowRank, slow_ranks, summed_times
 
 
 def own(**seconds: float) -> tuple[float, float, float, float]:
@@ -63,7 +63,7 @@ def test_sum_of_many() -> None:
     """Each rank and section has one entry, with the mean over all autosaves."""
     found = [SlowRank(rank=1, section="data", slower=share) for share in (0.3, 0.5)]
     found += [SlowRank(rank=0, section="step", slower=0.25, number=3)]
-    assert summed(found) == [
+    assert summed_times(found) == [
         SlowRank(rank=0, section="step", slower=0.25, number=3),
         SlowRank(rank=1, section="data", slower=0.4, number=2),
     ]

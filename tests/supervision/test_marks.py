@@ -3,8 +3,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures, write_failure
-from lightning_faulttolerant.supervision.marks import SAVE, SETUP, STOP, TRAINING_BATCH, Marks, marks_in, read_marks
+from lightning_faulttolerant.supervision.marks import (
+    SAVE,
+    SETUP,
+    STOP,
+    TRAINING_BATCH,
+    Marks,
+    TrainingFailure,
+    marks_in,
+    read_failures,
+    read_marks,
+    write_failure,
+)
 
 
 def test_a_watcher_reads_what_was_marked(tmp_path: Path) -> None:

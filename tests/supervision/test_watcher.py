@@ -15,7 +15,7 @@ import pytest
 
 from lightning_faulttolerant.processes import is_running, started_at
 from lightning_faulttolerant.supervision import marks as marks_module
-from lightning_faulttolerant.supervision import stacks as stacks_module
+from lightning_faulttolerant.supervision import watch as stacks_module
 from lightning_faulttolerant.supervision import watch as watcher_module
 from lightning_faulttolerant.supervision.marks import (
     END_OF_EPOCH,
@@ -35,17 +35,21 @@ from lightning_faulttolerant.supervision.marks import (
     last_hang,
     read_marks,
 )
-from lightning_faulttolerant.supervision.stacks import (
+from lightning_faulttolerant.supervision.watch import (
     HANG_EXIT_CODE,
     SIGNAL,
     ExitSignal,
+    Hang,
+    HangWatcher,
     StackHandler,
     end_hung,
+    hang_report,
+    lagging_ranks,
     stacks_of,
     stacks_path,
     waits_for_others,
+    write_hang_report,
 )
-from lightning_faulttolerant.supervision.watch import Hang, HangWatcher, hang_report, lagging_ranks, write_hang_report
 
 
 class Clock:

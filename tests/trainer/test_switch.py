@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE, is_switched_off, read_switch
+from lightning_faulttolerant.trainer.process import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.runs import fit_net, make_trainer
 

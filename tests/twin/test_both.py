@@ -21,7 +21,7 @@ from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance, ResumeRe
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer import bases
-from lightning_faulttolerant.trainer.settings.environment import VARIABLE
+from lightning_faulttolerant.trainer.process import VARIABLE
 from tests import runs
 from tests.harness.bare import Started, Starter, outer_variables, starter
 from tests.processes import run

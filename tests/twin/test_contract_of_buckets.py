@@ -1,3 +1,3 @@
 from tests.twin import translated
 
-globals().update(translated.tests_of("trainer.adapters.test_ddp_compat"))
+globals().update(translated.tests_of("trainer.ranks.test_ddp_compat"))

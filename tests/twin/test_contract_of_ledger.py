@@ -1,3 +1,3 @@
 from tests.twin import translated
 
-globals().update(translated.tests_of("trainer.ledger.test_compat"))
+globals().update(translated.tests_of("trainer.steps.test_compat"))

@@ -19,8 +19,8 @@ from lightning_faulttolerant.cli.text import (
     remote_errors,
     safe,
 )
+from lightning_faulttolerant.records.requests import skips_in_words
 from lightning_faulttolerant.records.runs import LOOKUP_VARIABLE, read_lookup
-from lightning_faulttolerant.records.skips import in_words
 
 DESCRIPTION = """\
 Show which samples were in a training batch of a run, or which batches a sample was in. COMMAND is the command of the
@@ -130,7 +130,7 @@ def _show_batch(
         print(safe(f"Epoch {epoch} of fit {fit} has no batch {batch}."))
         return _NONE
     skipped = ", which was left out" if place in known.skipped else ""
-    print(safe(f"{in_words(place).capitalize()} of fit {fit}{skipped} ({directory})"))
+    print(safe(f"{skips_in_words(place).capitalize()} of fit {fit}{skipped} ({directory})"))
     for name, samples in found.items():
         for rank, indices in enumerate(samples or ()):
             on = f"rank {rank}, " if len(samples or ()) > 1 else ""
@@ -159,7 +159,7 @@ def _show_sample(sample: int, known: KnownOrders, directory: str, *, fit: int) -
                 on = f", rank {rank}" if deal.share.num_ranks > 1 else ""
                 several = f" of {name}" if len(deals) > 1 else ""
                 skipped = ", which was left out" if (epoch, batch) in known.skipped else ""
-                lines.append(f"  {in_words((epoch, batch))}{several}{on}, row {row}{skipped}")
+                lines.append(f"  {skips_in_words((epoch, batch))}{several}{on}, row {row}{skipped}")
     print(safe(f"Sample {sample} in fit {fit} ({directory})"))
     for line in lines or ["  in no batch of the epochs that are known"]:
         print(line)

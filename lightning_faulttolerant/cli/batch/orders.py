@@ -15,8 +15,9 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli.part import mapping
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches, deal_from_json
-from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, Parent, name_of, parent_from
+from lightning_faulttolerant.records.history import FILE_NAME, FIT, ORDER, SKIPPED, START, name_of
 from lightning_faulttolerant.records.lines import Line, parse_lines
+from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.packing import unpack_blobs
 from lightning_faulttolerant.storage.store import open_file, open_store
 

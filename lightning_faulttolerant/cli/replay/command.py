@@ -34,25 +34,23 @@ from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import path_of_rank
 from lightning_faulttolerant.records.lines import read_lines
-from lightning_faulttolerant.records.replay import (
+from lightning_faulttolerant.records.requests import (
     ENDED,
     LEFT,
     PASSED,
     RAISED,
     REACHED,
     REPLAY_VARIABLE,
+    SKIP_VARIABLE,
     ReplayOutcome,
     ReplayRequest,
     ReplayStart,
+    Skip,
     StepPlace,
     read_outcomes,
     read_start,
-)
-from lightning_faulttolerant.records.skips import (
-    SKIP_VARIABLE,
-    Skip,
-    in_words,
     skip_from,
+    skips_in_words,
     skips_requested,
     text_of_skips,
 )
@@ -175,7 +173,8 @@ def lines_of(
         yield f"  loss of {last}: {shown_value(last.values.get('loss'))}"
         yield from _not_finite(steps)
     if request.without:
-        yield f"  left out: {', '.join(map(in_words, request.without))}. Later steps are not compared with the run"
+        left_out = ", ".join(map(skips_in_words, request.without))
+        yield f"  left out: {left_out}. Later steps are not compared with the run"
     if outcome.changed is not None:
         values = ", ".join(f"{key}={value}" for key, value in request.values)
         yield f"  set before {outcome.changed}: {values}. It and later steps are not compared with the run"

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from lightning_faulttolerant.records.history import Parent, RunHistory
+from lightning_faulttolerant.records.history import RunHistory
+from lightning_faulttolerant.records.runs import Parent
 
 
 @final

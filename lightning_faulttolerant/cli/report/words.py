@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.goodput import ContinuedEvaluation
-from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace, Unsaved, Validations
-from lightning_faulttolerant.records.skips import in_words
-from lightning_faulttolerant.records.slow_ranks import summed
+from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace, Unsaved, Validations, summed_times
+from lightning_faulttolerant.records.requests import skips_in_words
 
 RUNNING_SECONDS = 90.0
 """A run may still be running if its last sign of life is at most this old. Below a URL there is one a minute."""
@@ -165,7 +164,7 @@ def skipped_texts(chapter: Chapter) -> Iterator[str]:
         of_fit = f" of fit {number}" if has_several else ""
         for one in skips:
             why = f". It could not be loaded: {one.text}" if one.text else ", by skip_batches"
-            yield f"{in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
+            yield f"{skips_in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
 
 
 def slow_texts(fits: Sequence[FitHistory]) -> list[str]:
@@ -179,7 +178,7 @@ def slow_texts(fits: Sequence[FitHistory]) -> list[str]:
     return [
         f"Rank {slow.rank} was {slow.slower:.0%} slower than the median of the others, in {SECTION_NAMES[slow.section]}"
         f" (at {slow.number} of {number} autosaves)."
-        for slow in summed([slow for autosave in autosaves for slow in autosave.slow])
+        for slow in summed_times([slow for autosave in autosaves for slow in autosave.slow])
     ]
 
 

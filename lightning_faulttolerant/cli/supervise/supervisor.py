@@ -22,10 +22,17 @@ from typing import final
 
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import in_sessions, parents_and_states, with_children
-from lightning_faulttolerant.records.skips import SKIP_VARIABLE, skips_requested, text_of_skips
-from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures
+from lightning_faulttolerant.records.requests import SKIP_VARIABLE, skips_requested, text_of_skips
 from lightning_faulttolerant.supervision.guard import Guard
-from lightning_faulttolerant.supervision.marks import OUTSIDE, PREFIX, Saved, read_marks, shared_memory
+from lightning_faulttolerant.supervision.marks import (
+    OUTSIDE,
+    PREFIX,
+    Saved,
+    TrainingFailure,
+    read_failures,
+    read_marks,
+    shared_memory,
+)
 from lightning_faulttolerant.supervision.watch import HangWatcher, hang_report, write_hang_report
 
 FINISHED = 0

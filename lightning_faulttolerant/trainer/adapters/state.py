@@ -1,11 +1,13 @@
-"""State that Lightning's callbacks keep and don't save: one small adapter each.
+"""State that Lightning's callbacks keep and don't save: one small adapter each, and the place in progress bars.
 
 ModelCheckpoint forgets its best and last files if their directory has changed. ModelPruning does not save its masks and
-first weights; a user's hook may prune, too. Lightning makes SpikeDetection save a state that it can't load again.
+first weights; a user's hook may prune, too. Lightning makes SpikeDetection save a state that it can't load again. A
+progress bar shows the place of the run, and that it resumed.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypedDict
@@ -16,17 +18,19 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    RichProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
+    TQDMProgressBar,
 )
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_of, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
-from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import (
     WEIGHT_AVERAGING,
     AveragingState,
@@ -45,6 +49,8 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     timer_state,
 )
 from lightning_faulttolerant.trainer.compat import callbacks
+from lightning_faulttolerant.trainer.evaluation.compat import forget_loader_of_bar
+from lightning_faulttolerant.trainer.position import VALIDATION_END, TrainerPosition, stage_of
 
 _BEST = ("best_model_score", "best_model_path", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path")
 
@@ -152,7 +158,7 @@ class OwnMasks:
 
     def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
         modules = dict(trainer.lightning_module.named_modules())
-        pruning = (callback for callback in compat.callbacks(trainer) if isinstance(callback, ModelPruning))
+        pruning = (callback for callback in callbacks(trainer) if isinstance(callback, ModelPruning))
         others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
         self._masks: list[tuple[nn.Module, str, Tensor]] = []
         for key in _pruned(weights):
@@ -361,7 +367,7 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 def why_ended(trainer: Trainer) -> str | None:
     """Return what a callback does at the end of a fit if the fit can't be trained further then; else ``None``."""
     kinds: tuple[type[object], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
-    for callback in compat.callbacks(trainer):
+    for callback in callbacks(trainer):
         if isinstance(callback, kinds):
             return "ended with averaged weights in place of the trained ones"
         if isinstance(callback, ModelPruning) and removes_masks(callback):
@@ -395,7 +401,7 @@ def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
 
 def _swapping(trainer: Trainer) -> list[tuple[type[Any], Any]]:
     # Lightning's own methods are called, not a subclass's: they swap, and do nothing else.
-    return [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
+    return [(k, c) for k in WEIGHT_AVERAGING for c in callbacks(trainer) if isinstance(c, k)]
 
 
 def _packed(values: list[Any]) -> object:
@@ -406,3 +412,57 @@ def _packed(values: list[Any]) -> object:
 
 def _unpacked(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+@contextlib.contextmanager
+def above_the_bar() -> Iterator[None]:
+    """Print the lines that are written inside this context above a tqdm bar rather than into it."""
+    with Tqdm.external_write_mode(nolock=False):
+        yield
+
+
+def continue_bar_at(trainer: Trainer, position: TrainerPosition) -> None:
+    """Start the trainer's bar in the middle of an epoch, at `position`.
+
+    Lightning sets up a bar in ``on_train_epoch_start``, which is not called for an epoch that has already begun.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    batch = position.batch
+    told = f"resumed at {batch}"
+    if isinstance(bar, TQDMProgressBar):
+        # Call the method of this class: a user's subclass already ran its own when the epoch began.
+        TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
+        tqdm = bar.train_progress_bar
+        tqdm.n = tqdm.initial = batch
+        if position.where == VALIDATION_END:  # this process did not begin that run, but will close its bar
+            bar.val_progress_bar = Tqdm(disable=True)
+        tqdm.set_description(f"{tqdm.desc.removesuffix(': ')} ({told})")
+    elif isinstance(bar, RichProgressBar):
+        RichProgressBar.on_train_epoch_start(bar, trainer, module)
+        if bar.progress is None or bar.train_progress_bar_id is None:
+            return
+        task = bar.train_progress_bar
+        # Not `update`: it would count the earlier batches as this process's, and the speed would be wrong.
+        bar.progress.reset(
+            bar.train_progress_bar_id,
+            total=task.total,
+            completed=batch,
+            description=f"{task.description.rstrip()} ({told})",
+        )
+        bar.refresh()
+
+
+def begin_next_bar(trainer: Trainer) -> None:
+    """Start the bar of the epoch after the resumed one at 0. Otherwise tqdm would show a negative first rate."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        bar.train_progress_bar.initial = 0
+
+
+def begin_evaluation_bar(trainer: Trainer) -> None:
+    """Start the bar of an evaluation that continues. Its hook at the start of the run is not called again."""
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    kind = next((kind for kind in (TQDMProgressBar, RichProgressBar) if isinstance(bar, kind)), None)
+    if kind is not None:
+        getattr(kind, f"on_{stage_of(trainer)}_start")(bar, trainer, module)
+        forget_loader_of_bar(bar)

@@ -18,7 +18,6 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from lightning_faulttolerant.loader.remaining import ListedIndices
 from lightning_faulttolerant.trainer.adapters.compat import copied
-from lightning_faulttolerant.trainer.functions import loop_of
 from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
@@ -34,11 +33,6 @@ SEAMS = {
     "trainer.test_loop._stage": "the table of results of a finished test",
     "trainer._logger_connector._first_loop_iter": "means logged over an epoch, after a validation run in its middle",
 }
-
-
-def num_evaluated(trainer: Trainer) -> int:
-    """Return how many batches of the validation run, or of the evaluation, have begun."""
-    return int(loop_of(trainer).batch_progress.current.ready)
 
 
 def num_batches_of(loop: Any) -> float:

@@ -1,4 +1,7 @@
-"""The resume of an evaluation: whether its autosave fits, and what is restored before the next batch.
+"""The state of ``validate``, ``test``, or ``predict``, and its resume: whether an autosave fits, and what is restored.
+
+The state is that of a fit between two batches, without what only fits have. An evaluation begins with weights that its
+script loads, so its autosaves hold them only if they have changed since.
 
 If a different number of ranks continues a ``predict``, each rank gets a state from those that saved. After a stop no
 sample is predicted twice, after a kill only those since the last autosave. Predictions may depend on the rank or the
@@ -13,27 +16,30 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
-from lightning_faulttolerant.trainer.adapters.state import swap_for_validation
+from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
+from lightning_faulttolerant.trainer.adapters.state import above_the_bar, begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import (
+from lightning_faulttolerant.trainer.evaluation.saving import (
     DEALT,
+    PREDICTIONS,
+    PROGRESS,
+    RETURNED,
     SUMS,
     Dealing,
-    EvaluationState,
-    changes_tensors,
+    Predictions,
     states_after,
 )
-from lightning_faulttolerant.trainer.evaluation.saving import PREDICTIONS, PROGRESS, RETURNED, Predictions
-from lightning_faulttolerant.trainer.functions import function_of, loop_of
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
 from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,
     generators_of_rank,
@@ -41,12 +47,77 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
     ranks_in_words,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
-from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, begin_evaluation
+from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
+
+_WEIGHTS, _GRADIENTS = "weights", "gradients"
+_OF_FITS = ("trainer", _GRADIENTS)
+
+
+class EvaluationState:
+    """Reads and restores the state of an evaluation.
+
+    Args:
+        trainer: The trainer that evaluates.
+        run_state: Reads the parts that an evaluation has in common with a fit.
+        dealing: Knows which samples of a ``predict`` are left; ``None`` in other evaluations.
+    """
+
+    def __init__(self, trainer: Trainer, run_state: RunState, dealing: Dealing | None) -> None:
+        self._trainer = trainer
+        self._run_state = run_state
+        self._dealing = dealing
+        module = trainer.lightning_module
+        self.sums: dict[str, int] = sums_of_bits({**dict(module.named_parameters()), **dict(module.named_buffers())})
+        """A sum of the bits of each tensor that the evaluation begins with."""
+        self._weights = TensorMarks(self._tensors())
+        self._gradients = TensorMarks(self._tensors_of_gradients())
+
+    def _tensors(self) -> list[Tensor]:
+        module = self._trainer.lightning_module
+        return [*module.parameters(), *module.buffers()]
+
+    def _tensors_of_gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._trainer.lightning_module.parameters() if p.grad is not None]
+
+    def can_be_saved(self) -> bool:
+        """Return whether weights that the evaluation has changed could be saved, if there are any."""
+        if not saves_shards(self._trainer.strategy):
+            return True
+        return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
+
+    def state_dict(self, position: TrainerPosition) -> dict[str, object]:
+        """Return the state of this rank."""
+        module = self._trainer.lightning_module
+        found = self._run_state.state_dict(position)
+        state = {name: part for name, part in found.items() if name not in _OF_FITS}
+        if not self._weights.unmoved(self._tensors()):
+            state[_WEIGHTS] = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        if not self._gradients.unmoved(self._tensors_of_gradients()):
+            state[_GRADIENTS] = gradients_state(module)
+        if self._dealing is not None:
+            state[DEALT] = self._dealing.state_dict(is_finished=position.is_finished)
+        return {**state, SUMS: self.sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore the state, random generators last. Return a line for each thing that could not be restored."""
+        module = self._trainer.lightning_module
+        if _WEIGHTS in state:
+            module.load_state_dict(dict(state[_WEIGHTS]))
+            self._weights = TensorMarks([])
+        if _GRADIENTS in state:
+            load_gradients(module, state[_GRADIENTS])
+            self._gradients = TensorMarks([])
+        return self._run_state.load_state_dict(state)
+
+
+def changes_tensors(state: Mapping[str, object]) -> bool:
+    """Return whether the evaluation had changed weights, buffers, or gradients when it was saved."""
+    return not {_WEIGHTS, _GRADIENTS}.isdisjoint(state)
+
 
 State = Mapping[str, Any]
 
@@ -368,7 +439,7 @@ class EvaluationResume:
         self._load()
         if function_of(self._trainer) == "validate":
             swap_for_validation(self._trainer)
-        begin_evaluation(self._trainer)
+        begin_evaluation_bar(self._trainer)
         validation.lost_before = self._run_state.not_carried()
         self._settle()
 

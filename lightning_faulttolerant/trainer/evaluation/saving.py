@@ -1,21 +1,21 @@
-"""The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what is in them.
+"""The autosaves of ``validate``, ``test``, and ``predict``: when they are due, and what a ``predict`` adds to them.
 
 The predictions of a ``predict`` are in files next to its autosaves, each with the predictions since the last.
 
-Several ranks save before batches that all of them reach. Each rank knows how many batches it has. The ranks learn the
-smallest of these numbers at the start, and whenever they have saved, rank 0 says before which batch they save next. So
-no rank waits for another one that has no more batches.
+A different number of ranks can continue a ``predict``. Lightning's own sampler gives rank r every n-th sample, each
+sample once. The samples that no rank has predicted yet are split the same way among the ranks that continue. Their
+batches get numbers that no earlier batch of the loader had.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.autosave_directory import PREDICTIONS_NAME
@@ -23,18 +23,184 @@ from lightning_faulttolerant.checkpoint.opaque import pack
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
 from lightning_faulttolerant.checkpoint.schema import KEY, PartHeader, part_with
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.loader.remaining import Rest
+from lightning_faulttolerant.loader.resized import fresh_moment
+from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import SUMS
-from lightning_faulttolerant.trainer.functions import loop_of
-from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.loaders.trackers import user_loader
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import TrainerPosition, loop_of
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
+from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.pace import Budget, Outage, described
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
+
+SUMS, DEALT = "sums", "dealt"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Dealt:
+    """The part of a loader's samples that this rank predicts.
+
+    Args:
+        loader: Lightning's loader.
+        rest: The samples that are dealt to these ranks.
+        first: The number of the first batch.
+        num_own: How many samples this rank gets.
+    """
+
+    loader: Any
+    rest: Rest
+    first: int
+    num_own: int
+
+    @property
+    def batch_size(self) -> int:
+        return runs.batch_size_of(self.loader)
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_own // self.batch_size)
+
+    def state_dict(self, num_batches: int) -> dict[str, object]:
+        """Return what is left after this rank's first batches, as plain values."""
+        return {
+            "length": self.rest.length,
+            "consumed": [list(of_ranks) for of_ranks in self.rest.consumed],
+            "first": self.first,
+            "own": min(num_batches * self.batch_size, self.num_own),
+            "next": self.first + num_batches,
+        }
+
+
+class Dealing:
+    """Knows which samples of each loader are left, and deals them.
+
+    Args:
+        trainer: The trainer that predicts.
+        loaders: Its loaders.
+        is_per_sample: Whether samples are seeded one by one.
+    """
+
+    def __init__(self, trainer: Trainer, loaders: Loaders, *, is_per_sample: bool) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._is_per_sample = is_per_sample
+        self._dealt: list[_Dealt] = []
+        self._reason = ""
+
+    def look(self) -> None:
+        """Find out how the samples come to the ranks. Call this when the loaders are set up."""
+        trainer = self._trainer
+        rank, num_ranks = trainer.global_rank, trainer.world_size
+        self._dealt, self._reason = [], ""
+        for number, loader in enumerate(map(user_loader, runs.loaders_of(trainer.predict_loop))):
+            length = runs.num_in_order(loader, rank=rank, num_ranks=num_ranks)
+            if length is None:
+                self._reason = f"loader predict/{number} has a different order than Lightning's own sampler"
+                self._dealt = []
+                return
+            num_own = len(range(rank, length, num_ranks))
+            self._dealt.append(_Dealt(loader=loader, rest=Rest(length=length), first=0, num_own=num_own))
+
+    def state_dict(self, *, is_finished: bool) -> dict[str, object]:
+        """Return what is left at this place, and why a different number of ranks can't continue here, if so."""
+        loop = self._trainer.predict_loop
+        loader, index = (len(self._dealt), 0) if is_finished or not self._dealt else runs.place_in_loaders(loop)
+        begun = [one.num_batches if i < loader else index * (i == loader) for i, one in enumerate(self._dealt)]
+        return {
+            "reason": "" if is_finished else self._why_not(),
+            "loaders": [one.state_dict(num) for one, num in zip(self._dealt, begun, strict=True)],
+        }
+
+    def _why_not(self) -> str:
+        if self._reason:
+            return self._reason
+        limit = self._trainer.limit_predict_batches
+        if isinstance(limit, int) or limit != 1.0:  # 1 is one batch, 1.0 are all
+            return f"limit_predict_batches={limit} counts the batches of one rank"
+        modules = self._trainer.lightning_module.modules()
+        if any(isinstance(one, _BatchNorm) and (one.training or one.running_mean is None) for one in modules):
+            return "a batch norm takes the mean of each batch, so each sample depends on the others in its batch"
+        return ""
+
+    def why_not_dealt(self, states: Sequence[Mapping[str, object]]) -> str:
+        """Return why what is left can't be dealt to these ranks, or an empty string.
+
+        Args:
+            states: For each loader, a state with ``length``, ``consumed``, and ``first``.
+        """
+        if self._reason:
+            return self._reason
+        saved, now = [state["length"] for state in states], [one.rest.length for one in self._dealt]
+        if saved != now:
+            return f"its loaders had {saved} samples, and now {now}"
+        if self._is_per_sample and any(_rest_of(state).begin is None for state in states):
+            return "the seeds of its samples can't continue if the ranks were in different loaders"
+        return ""
+
+    def deal(self, states: Sequence[Mapping[str, Any]], patches: Patches) -> None:
+        """Deal what is left to these ranks.
+
+        Args:
+            states: As for `why_not_dealt`.
+            patches: Those of the session.
+        """
+        loop = self._trainer.predict_loop
+        for number, (one, state) in enumerate(zip(self._dealt, states, strict=True)):
+            rest = _rest_of(state)
+            indices = rest.of_rank(self._trainer.global_rank, self._trainer.world_size)
+            runs.put_indices(one.loader, indices)
+            one.rest, one.first, one.num_own = rest, state["first"], len(indices)
+            tracker = self._loaders.trackers.get(f"predict/{number}")
+            if isinstance(tracker, TrackedLoader):
+                tracker.begin_after(rest.begin or 0)
+        runs.set_num_batches(loop, [one.first + one.num_batches for one in self._dealt])
+        runs.count_from(loop, [one.first for one in self._dealt], patches)
+
+    def begin_again(self, seeds: Sequence[Mapping[str, object] | None]) -> None:
+        """Let each loader begin with new workers, which repeat nothing that earlier ones have drawn.
+
+        Args:
+            seeds: For each loader the seeds of its samples, if each is seeded.
+        """
+        trainer = self._trainer
+        for number, (one, seed) in enumerate(zip(self._dealt, seeds, strict=True)):
+            tracker = self._loaders.trackers.get(f"predict/{number}")
+            if not isinstance(tracker, TrackedLoader):
+                continue
+            state: dict[str, object] = {"consumed": None, "drop": 0, "record": None, "workers": None}
+            if seed is not None:
+                state["per_sample"] = {**seed, "num_begun": 0}
+            elif tracker.num_workers:
+                names = (number, one.rest.consumed, trainer.global_rank, trainer.world_size)
+                state["record"] = {"birth": fresh_moment(*names, loader=one.loader).state_dict()}
+            tracker.load_state_dict(state)
+
+
+def states_after(ranks: Sequence[Sequence[Mapping[str, object]]]) -> list[dict[str, object]]:
+    """Return for each loader what is left after all ranks that saved, in the form that `Dealing.deal` takes.
+
+    Args:
+        ranks: For each rank the loaders of `Dealing.state_dict`.
+    """
+    return [
+        {
+            "length": own[0]["length"],
+            "consumed": [*own[0]["consumed"], [one["own"] for one in own]],
+            "first": max(one["next"] for one in own),
+        }
+        for own in zip(*ranks, strict=True)
+    ]
+
+
+def _rest_of(state: Mapping[str, Any]) -> Rest:
+    return Rest(length=state["length"], consumed=tuple(map(tuple, state["consumed"])))
+
 
 _PREDICTIONS, _POOL = "predictions", "pool"
 
@@ -106,55 +272,6 @@ class Predictions:
         self._trust.restore(content, content.pop(_POOL), path)
         found: Sequence[list[object]] = content[_PREDICTIONS]
         return found
-
-
-class CommonPace:
-    """Decides before which batches of an evaluation the ranks meet, to save there.
-
-    Args:
-        ranks: The ranks that evaluate together.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._next = math.inf
-        self._num_common = 0.0
-        self._began = (0, 0.0)
-
-    def begin(self, batch: int, num_batches: float) -> None:
-        """Note that an evaluation begins, or continues; a collective.
-
-        Args:
-            batch: The batch that comes first.
-            num_batches: How many batches this rank has in all; infinite if that is not known.
-        """
-        numbers = self._ranks.to_first("the number of batches", num_batches)
-        smallest = None if numbers is None else min(numbers)
-        self._num_common = self._ranks.from_first("the number of common batches", smallest)
-        self._began = batch, perf_counter()
-        self._next = batch if self._can_meet(batch) else math.inf
-
-    def _can_meet(self, batch: float) -> bool:
-        return batch < self._num_common < math.inf
-
-    def is_here(self, batch: int) -> bool:
-        """Return whether the ranks meet before this batch."""
-        return batch == self._next
-
-    def meet_again(self, batch: int, in_seconds: float) -> None:
-        """Decide where the ranks meet next; a collective.
-
-        Args:
-            batch: The batch before which they are.
-            in_seconds: In how many seconds the next autosave is due. Only rank 0's counts.
-        """
-        first, began = self._began
-        num_more = 1
-        if batch > first:  # then rank 0 knows how long a batch takes
-            seconds_per_batch = max((perf_counter() - began) / (batch - first), 1e-9)
-            num_more = max(math.ceil(in_seconds / seconds_per_batch), 1)
-        following = batch + num_more
-        self._next = self._ranks.from_first("where to meet", following if self._can_meet(following) else math.inf)
 
 
 RETURNED, PREDICTIONS, PROGRESS = "returned", "predictions", "progress"

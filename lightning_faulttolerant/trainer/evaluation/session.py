@@ -21,25 +21,26 @@ from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
-from lightning_faulttolerant.trainer.any_session import AnySession
+from lightning_faulttolerant.trainer.any_session import AnySession, tell_stopped
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume, SavedEvaluation
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import Dealing, EvaluationState
-from lightning_faulttolerant.trainer.evaluation.saving import CommonPace, EvaluationSaver, Predictions
-from lightning_faulttolerant.trainer.functions import function_of, loop_of
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import (
+    EvaluationResume,
+    EvaluationState,
+    SavedEvaluation,
+)
+from lightning_faulttolerant.trainer.evaluation.saving import Dealing, EvaluationSaver, Predictions
+from lightning_faulttolerant.trainer.evaluation.validation import CommonPace
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
-from lightning_faulttolerant.trainer.position import TrainerPosition, position_of
+from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of, num_evaluated, position_of
 from lightning_faulttolerant.trainer.process import Registered
-from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
-from lightning_faulttolerant.trainer.save.exception import tell_stopped
 from lightning_faulttolerant.trainer.save.run_state import RunState
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
-from lightning_faulttolerant.trainer.stop.signals import stopped_by
+from lightning_faulttolerant.trainer.settings import Options
+from lightning_faulttolerant.trainer.signals import stopped_by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +299,7 @@ class EvaluationSession(AnySession):
         self._note_start()
         if self._beginning.ranks.num_ranks > 1 and self._begun is not None:
             self._common = CommonPace(self._beginning.ranks)
-            self._common.begin(runs.num_evaluated(self.trainer), runs.num_batches_of(self._loop))
+            self._common.begin(num_evaluated(self.trainer), runs.num_batches_of(self._loop))
 
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
         return position_of(self.trainer, f"{'after' if is_finished else 'in'} {self._function}")
@@ -335,7 +336,7 @@ class EvaluationSession(AnySession):
         if self._common is None:
             self._save(begun)
             return
-        batch = runs.num_evaluated(self.trainer)
+        batch = num_evaluated(self.trainer)
         if self._common.is_here(batch):
             if begun.saver.is_due_for_all():
                 self._save(begun)

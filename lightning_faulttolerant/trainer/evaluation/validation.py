@@ -3,6 +3,10 @@
 A run that continues does not call the user's hooks of its start again. A hook that only sets attributes and resets
 results leaves nothing but state, which is carried. Any other code may register a hook, open a file, or set a switch of
 the process. The new process would lack that without a sign of it.
+
+Several ranks save before batches that all of them reach. Each rank knows how many batches it has. The ranks learn the
+smallest of these numbers at the start, and whenever they have saved, rank 0 says before which batch they save next. So
+no rank waits for another one that has no more batches.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import logging
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,15 +23,17 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.functions import FIT, function_of, stage_of
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Patches, is_users_function, overridden
+from lightning_faulttolerant.trainer.position import FIT, function_of, stage_of
 
 _log = logging.getLogger(__name__)
 
@@ -270,3 +277,52 @@ def _calls_a_method(step: dis.Instruction) -> bool:
     # Before Python 3.12, a separate instruction loads a method. Since then, the lowest bit of the argument says so.
     is_either = step.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and "LOAD_METHOD" not in dis.opmap
     return step.opname == "LOAD_METHOD" or (is_either and bool((step.arg or 0) & 1))
+
+
+class CommonPace:
+    """Decides before which batches of an evaluation the ranks meet, to save there.
+
+    Args:
+        ranks: The ranks that evaluate together.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._next = math.inf
+        self._num_common = 0.0
+        self._began = (0, 0.0)
+
+    def begin(self, batch: int, num_batches: float) -> None:
+        """Note that an evaluation begins, or continues; a collective.
+
+        Args:
+            batch: The batch that comes first.
+            num_batches: How many batches this rank has in all; infinite if that is not known.
+        """
+        numbers = self._ranks.to_first("the number of batches", num_batches)
+        smallest = None if numbers is None else min(numbers)
+        self._num_common = self._ranks.from_first("the number of common batches", smallest)
+        self._began = batch, perf_counter()
+        self._next = batch if self._can_meet(batch) else math.inf
+
+    def _can_meet(self, batch: float) -> bool:
+        return batch < self._num_common < math.inf
+
+    def is_here(self, batch: int) -> bool:
+        """Return whether the ranks meet before this batch."""
+        return batch == self._next
+
+    def meet_again(self, batch: int, in_seconds: float) -> None:
+        """Decide where the ranks meet next; a collective.
+
+        Args:
+            batch: The batch before which they are.
+            in_seconds: In how many seconds the next autosave is due. Only rank 0's counts.
+        """
+        first, began = self._began
+        num_more = 1
+        if batch > first:  # then rank 0 knows how long a batch takes
+            seconds_per_batch = max((perf_counter() - began) / (batch - first), 1e-9)
+            num_more = max(math.ceil(in_seconds / seconds_per_batch), 1)
+        following = batch + num_more
+        self._next = self._ranks.from_first("where to meet", following if self._can_meet(following) else math.inf)

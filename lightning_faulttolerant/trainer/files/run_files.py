@@ -25,9 +25,9 @@ from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, opened_wh
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart, part_in
 from lightning_faulttolerant.storage.store import is_url, local_copy
 from lightning_faulttolerant.trainer.compat import callbacks as callbacks_of
-from lightning_faulttolerant.trainer.experiments.experiments import Experiments
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
+from lightning_faulttolerant.trainer.files.experiments import Experiments
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
 from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.log import tell

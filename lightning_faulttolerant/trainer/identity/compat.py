@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_faulttolerant.trainer.functions import FIT, function_of, loop_of
+from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of
 
 SEAMS = {
     "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`"

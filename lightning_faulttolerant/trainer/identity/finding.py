@@ -1,37 +1,36 @@
-"""The directory for the autosaves of the fit that begins, and the number of that fit.
+"""The directory for the autosaves of the fit that begins, the number of that fit, and what the user is told of it.
 
-A run is recognized by what it is, not by its directory alone: ``default_root_dir`` may be a new one at each start.
-The rules, and the reasons for them, are in docs/decisions/0038-which-run.md.
+A run is recognized by what it is, not by its directory alone: ``default_root_dir`` may be a new one at each start. The
+rules, and the reasons for them, are in docs/decisions/0038-which-run.md. Messages say which run a fit continues, which
+ones it does not, and what to type to choose another.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
-from lightning_faulttolerant.checkpoint.autosave_directory import fit_folders, fit_number
+from lightning_faulttolerant.checkpoint.autosave_directory import AUTOSAVE_NAME, fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.records.history import FILE_NAME as HISTORY_NAME
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
-from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.trainer import process
-from lightning_faulttolerant.trainer.functions import FIT
-from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, may_run_several, sweep
-from lightning_faulttolerant.trainer.identity.messages import (
-    Interrupted,
+from lightning_faulttolerant.storage.store import is_url, open_store
+from lightning_faulttolerant.trainer.identity.fingerprint import (
     Match,
-    discard_line,
+    StartFingerprint,
     match_fit,
-    tell_interrupted,
-    tell_passed_over,
+    may_run_several,
+    sweep,
 )
 from lightning_faulttolerant.trainer.identity.starts import (
     ProcessStart,
@@ -39,10 +38,14 @@ from lightning_faulttolerant.trainer.identity.starts import (
     hydra_config,
     read_record,
     registry_of_process,
+    start_directory,
     start_of_process,
     write_record,
 )
 from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.position import FIT
+from lightning_faulttolerant.trainer.process import continued, has_told
+from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.run.directory import (
     FITS,
     RunDirectory,
@@ -52,7 +55,122 @@ from lightning_faulttolerant.trainer.run.directory import (
     run_id_of,
     run_of_process,
 )
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
+
+_PROGRAM = "lightning-faulttolerant"
+_MAX_LINES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupted:
+    """A run that has autosaves, and is not the one that continues.
+
+    Args:
+        directory: The directory of the run.
+        command: The command that started it.
+    """
+
+    directory: str
+    command: Command
+
+
+def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
+    """Name the most recently saved interrupted run of the same script when a fit starts from the beginning.
+
+    Args:
+        runs: All interrupted runs.
+        command: The command of this process.
+    """
+    newest = max(runs, key=lambda run: _newest(run.directory)[0], default=None)
+    if newest is None:
+        return
+    saved_at, name = _newest(newest.directory)
+    when = f", saved {datetime.datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}" if saved_at else ""
+    match = AUTOSAVE_NAME.fullmatch(name)
+    place = f" at epoch {match['epoch']}, batch {match['batch']}" if match else ""
+    line = newest.command.line(here=command.directory)
+    more = f" There are {len(runs) - 1} more." if len(runs) > 1 else ""
+    tell(
+        f"This fit starts from the beginning. An interrupted run of {command.name} is{place}{when}:"
+        f" {_difference(newest.command, command)}.{more} To continue it, type: {line}, or set"
+        f" {RUN_ID_VARIABLE}={shlex.quote(os.path.basename(newest.directory))}"
+    )
+
+
+def tell_passed_over(match: Match, *, run_id: str) -> None:
+    """Report once which interrupted fits of this run a new fit does not continue, and why.
+
+    Args:
+        match: The result of the search.
+        run_id: The id of this run.
+    """
+    if match.is_guess and "guess" not in has_told:
+        has_told.add("guess")
+        tell(
+            "This trial starts from the beginning: it can't be distinguished from other trials of this sweep. So that "
+            'an interrupted trial continues, give each a callback FaultTolerance(run_id=f"trial-{trial.number}").'
+        )
+    if not match.passed_over or run_id in has_told:
+        return
+    has_told.add(run_id)
+    number, lines = next(iter(match.passed_over.items()))
+    what = "; ".join(lines[:_MAX_LINES]) or "its initial weights"
+    tell(f"This fit starts from the beginning. It is not fit {number} of {run_id}, which was interrupted: {what}.")
+
+
+def advise(exception: BaseException, choice: Choice | None) -> None:
+    """Append two lines to the error for a run that differs: how to continue it, and how to start over.
+
+    Args:
+        exception: The exception that ends a fit.
+        choice: The checkpoint that the fit starts from.
+    """
+    path = "" if choice is None or not choice.is_autosave else str(choice.path)
+    directory = path.rpartition("/")[0].rpartition("/")[0]
+    record = read_record(directory) if isinstance(exception, FingerprintMismatchError) and path else None
+    if record is None:
+        return
+    exception.args = (
+        f"{exception}\n"
+        f"To continue the interrupted run, undo the change and type: {record.command.line()}\n"
+        f"To start over, type: {discard_line(directory)}",
+    )
+
+
+def discard_line(directory: str) -> str:
+    """Return the command that lets a run start over.
+
+    Args:
+        directory: The directory of the run.
+    """
+    has_registry = registry_of_process(start_directory(os.environ)) is not None
+    return f"{_PROGRAM} discard {shlex.quote(os.path.basename(directory) if has_registry else directory)}"
+
+
+def _newest(directory: str) -> tuple[float, str]:
+    """Return the time of a run's newest autosave, as far as it is known, and its name."""
+    found = autosaves_of(directory)
+    if is_url(directory):
+        return (0.0, found[-1][1]) if found else (0.0, "")
+    return max(((_saved_at(os.path.join(directory, *one)), one[1]) for one in found), default=(0.0, ""))
+
+
+def _saved_at(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _difference(one: Command, other: Command) -> str:
+    if one.arguments != other.arguments:
+        return f"it was started with other arguments ({shlex.join(one.arguments) or 'none'})"
+    if one.task != other.task:
+        return f"it is another task ({one.task or 'none'})"
+    if one.script != other.script:
+        return f"it belongs to {one.script}, and starts differently"
+    return "it starts differently"
+
 
 _LOOK_EVERY_SECONDS = 0.25
 # Digits that look like a time, or like a random name: 2026-11-24, 20261124, 1a2b3c4d.
@@ -60,7 +178,6 @@ _NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a
 _MAX_SIBLINGS = 20
 _ALIKE, _EXACTLY = 1, 2
 
-_continued = process.continued
 """Maps the directory in which this process would have started a run to the directory that it continues."""
 
 
@@ -200,14 +317,14 @@ class Finder:
         if is_one_of_many and not self._has_name and not self._script.is_elsewhere:
             return self._open_one_of_many()
         default = directory_of(self._dirpath, self._run_id)
-        directory = _continued.get(default, default)
+        directory = continued.get(default, default)
         if run_of_process(directory) is not None or autosaves_of(directory):
             return self._open_patiently(directory)
         elsewhere = self._elsewhere(default)
         run = None if elsewhere is None else self._continue(elsewhere)
         if run is None:
             return self._open_patiently(default)
-        _continued[default] = run.directory
+        continued[default] = run.directory
         return run
 
     def _open_patiently(self, directory: str) -> RunDirectory:

@@ -37,6 +37,8 @@ from lightning_faulttolerant.records.runs import (
 from lightning_faulttolerant.state.objects.users import file_of, is_users_file
 from lightning_faulttolerant.storage.store import is_url, open_file, open_store
 
+_log = logging.getLogger(__name__)
+
 # The number of the task in a job array. A job's own id changes each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
 # Packages that run other code: their own file is not the script.
@@ -242,9 +244,6 @@ def unregister(directory: str) -> None:
     registry = registry_of_process(start_directory(os.environ))
     if registry is not None:
         registry.remove(directory)
-
-
-_log = logging.getLogger(__name__)
 
 
 def read_record(directory: str) -> RunRecord | None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -56,6 +57,7 @@ from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
 _log = logging.getLogger(__name__)
 
 TRAIN, VALIDATION = "train", "validation"
+_NONE: Mapping[str, object] = MappingProxyType({})
 
 
 class Loaders:
@@ -142,8 +144,7 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self._iterations.is_now = False
-        self.prefetches.end_fetch()
+        self._iterations.is_now = self.prefetches.is_in_fetch = False
 
     def begin(self, stage: str) -> None:
         """Prepare for the loaders of a stage to be processed again."""
@@ -347,9 +348,11 @@ class Loaders:
             if place.startswith(TRAIN) and not tracker.is_gone:
                 iteration = tracker.iteration
                 iterations[place] = (iteration, iteration.num_out if iteration else 0)
-                held[place] = tracker.held.state_dict() if len(tracker.held) else {}
-        combined = compat.combined_state(self._trainer)
-        self.prefetches.note(PrefetchState(iterations, combined, look(), held, self._own_states()))
+                if tracker.held.paths:
+                    held[place] = tracker.held.state_dict()
+        own = self._own_states() if self._known.own else _NONE
+        content = iterations, compat.combined_state(self._trainer), look(), held, own
+        self.prefetches.note(tuple.__new__(PrefetchState, content))
 
     def _before_first_batch(self) -> None:
         # The very first batch is fetched while the loaders are set up, before any seam could mark it.

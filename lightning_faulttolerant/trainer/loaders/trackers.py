@@ -174,10 +174,6 @@ class PrefetchStates:
         self.is_in_fetch = True
         self.before, self.last = self.last, state
 
-    def end_fetch(self) -> None:
-        """Note that the fetch has ended."""
-        self.is_in_fetch = False
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumedPlaces:

@@ -39,6 +39,8 @@ from lightning_faulttolerant.trainer.objects.roots import FIT_LOOP, Roots, made_
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.process import Registered
 
+_log = logging.getLogger(__name__)
+
 
 class Structure:
     """The modules inside a module when the fit began.
@@ -72,8 +74,6 @@ def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(one, (Metric, MetricCollection)) and not type(one).__module__.startswith("torchmetrics.")
     }
 
-
-_log = logging.getLogger(__name__)
 
 _HOOKS = ("on_load_checkpoint", "load_state_dict")
 STORES, RELOADS, DRAWN = "stores", "reloads", "drawn"

@@ -28,9 +28,9 @@ from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.users import is_librarys, names_in_code, names_in_libraries
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.experiments.compat import experiments_of
+from lightning_faulttolerant.trainer.files.compat import experiments_of
 from lightning_faulttolerant.trainer.process import is_left_out
-from lightning_faulttolerant.trainer.ranks.deepspeed import users_optimizers
+from lightning_faulttolerant.trainer.ranks.strategies import users_optimizers
 
 _TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
 _EPOCH_START = ("on_train_epoch_start", "on_epoch_start")

@@ -20,7 +20,7 @@ from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.run.own_times import OwnTimes
+from lightning_faulttolerant.trainer.sections import OwnTimes
 
 LIGHTNINGS = "lightning"
 """The parts of Lightning's checkpoint that may differ between ranks, in the state of a rank."""

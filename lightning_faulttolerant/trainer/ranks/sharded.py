@@ -45,10 +45,12 @@ from lightning_faulttolerant.trainer.files.run_files import part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
-from lightning_faulttolerant.trainer.ranks.deepspeed import failing_together
 from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, safely_unpickled, send_checkpoint
+from lightning_faulttolerant.trainer.ranks.strategies import failing_together
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
+
+_log = logging.getLogger(__name__)
 
 WITHOUT_STATE: Final = "optimizers_without_state"
 """The numbers of these optimizers, in our part of a checkpoint."""
@@ -377,8 +379,6 @@ def put_into(trainer: Trainer, instead: Mapping[str, Any]) -> None:
         for group, kept in zip(optimizer.param_groups, groups, strict=True):
             group.update(kept)
 
-
-_log = logging.getLogger(__name__)
 
 _MAX_SHOWN = 5
 

@@ -30,8 +30,8 @@ from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.storage.store import Store, local_copy, open_file, open_store
+from lightning_faulttolerant.trainer.process import TRUST_VARIABLE
 from lightning_faulttolerant.trainer.ranks.compat import files_of_shards
-from lightning_faulttolerant.trainer.settings.environment import TRUST_VARIABLE
 
 _TEMPORARY = ".tmp"
 _PREFIX = "lightning_faulttolerant-"

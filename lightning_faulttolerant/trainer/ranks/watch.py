@@ -24,7 +24,7 @@ from lightning_faulttolerant.checkpoint.process_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.connection import Line
-from lightning_faulttolerant.trainer.stop.signals import StopReason, StopSignals
+from lightning_faulttolerant.trainer.signals import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """The seams where Lightning restores a checkpoint: they hand it the checkpoint to continue from, and begin a resume.
 
+During a fit, our `CheckpointIO` is in the place of Lightning's default one.
+
 Training may create buffers of the ``state_dict`` or give them another shape: a queue that is filled, a memory bank.
 A new process has them as they were at the start, and would not load them. Buffers outside the
 ``state_dict`` are in the state of each rank (`state.tensors.make_room`).
@@ -9,12 +11,15 @@ Training may also replace optimizers and schedulers. No new process creates thos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Final, final
 
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
@@ -23,22 +28,48 @@ from lightning_faulttolerant.checkpoint.schema import CREATED, PICKLED, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import spikes_restored
-from lightning_faulttolerant.trainer.branches.changes import ChangedSettings
+from lightning_faulttolerant.trainer.files.compat import CHECKPOINT_IO
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.patches import Method
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.deepspeed import engine_of
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
-from lightning_faulttolerant.trainer.resume.choice import Choice
-from lightning_faulttolerant.trainer.resume.param_groups import GROUPS, ParamGroups
+from lightning_faulttolerant.trainer.ranks.strategies import engine_of
+from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
+from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.beginning import Beginning
+from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
+from lightning_faulttolerant.trainer.settings import Options
+
+# Those that the user has not chosen: they stand in for Lightning's default during a fit.
+_stand_ins: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
+
+
+def write_atomically(trainer: Trainer, patches: Patches) -> None:
+    """Let a Trainer that has Lightning's default `CheckpointIO` use ours until `patches` are undone."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        ours = AtomicCheckpointIO()
+        _stand_ins.add(ours)
+        patches.replace(trainer.strategy, CHECKPOINT_IO, ours)
+
+
+@contextlib.contextmanager
+def own_file_restored(trainer: Trainer) -> Iterator[None]:
+    """Within the block, read files as without us: the fit itself has just written them, as finders do.
+
+    Lightning before 2.6 unpickles any content there, and a training that runs without us must run with us.
+    """
+    patches = Patches()
+    if trainer.strategy.checkpoint_io in _stand_ins:
+        patches.replace(trainer.strategy, CHECKPOINT_IO, TorchCheckpointIO())
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 class Restoring:

@@ -15,26 +15,30 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant.checkpoint.schema import CREATED, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
-from lightning_faulttolerant.records.history import Parent, parent_from
+from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.state import restore_best_models, why_ended, without_masks
-from lightning_faulttolerant.trainer.branches.changes import ChangedSettings
+from lightning_faulttolerant.trainer.adapters.state import (
+    above_the_bar,
+    continue_bar_at,
+    restore_best_models,
+    why_ended,
+    without_masks,
+)
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
-from lightning_faulttolerant.trainer.position import FINISHED, TrainerPosition, load_into_loops, place_of
+from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
-from lightning_faulttolerant.trainer.resume import cut_epoch
-from lightning_faulttolerant.trainer.resume.choice import Choice
-from lightning_faulttolerant.trainer.resume.loaded_weights import RestoredWeights, convert_module, rounded
-from lightning_faulttolerant.trainer.resume.progress_bar import above_the_bar, go_on_at
+from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
+from lightning_faulttolerant.trainer.resume.parameters import RestoredWeights, convert_module, rounded
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
+from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
     Comparison,
     Fingerprint,
@@ -43,8 +47,7 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     surroundings,
 )
 from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState, put_instead
-from lightning_faulttolerant.trainer.save.trust import Trust
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)
 
@@ -157,9 +160,8 @@ class Resume:
         if not position.is_resumable:
             self._content.position = None
             return
-        refuse_lost(
-            part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._options.strict
-        )  # fingerprints lack it, too
+        # Fingerprints lack it, too.
+        refuse_lost(part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._options.strict)
         self._differences.all.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
         of_settings = self._differences.of_settings or self._differences.all
         texts = of_settings.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
@@ -179,8 +181,8 @@ class Resume:
             self._content.part["fingerprint"] = {**part["fingerprint"], "loaders": self._content.state[FINGERPRINT]}
         self._loaders.note_checkpoint(has_places="loaders" in self._content.state)
         self._look_for_parts(part.get("parts", [name for name in TITLES if name != OBJECTS]))
-        if cut_epoch.would_be_lost(self._trainer, position, checkpoint, self.saved("trainer")):
-            self._fails(cut_epoch.reason(self._path, position), remedy=cut_epoch.REMEDY)
+        if position.is_cut(self._trainer, checkpoint, self.saved("trainer")):
+            self._fails(position.reason_of_cut(self._path), remedy=REMEDY_OF_CUT)
 
     def _look_for_parts(self, known: Collection[str]) -> None:
         """Report the missing parts. `known` names the parts that the version that saved knew."""
@@ -212,8 +214,7 @@ class Resume:
             raise NotExactError(
                 f"{self._path} can't be carried over to a different number of ranks ({resized.ranks}) exactly:\n"
                 + "\n".join(f"  - {line}" for line in lost)
-                + "\n"
-                "The run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
+                + "\nThe run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
             )
         self._differences.all.not_exact += [*lost, *resized.notes]
@@ -263,10 +264,8 @@ class Resume:
         self._content.callback_states = checkpoint["callbacks"]
         if "files" in self._content.state:
             files = self._content.state["files"]
-            self._content.state = {
-                **self._content.state,
-                "files": {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}},
-            }
+            files = {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}}
+            self._content.state = {**self._content.state, "files": files}
 
     def _keep_all_bits(self, state_dict: Mapping[str, object]) -> None:
         if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
@@ -314,11 +313,10 @@ class Resume:
         settings = self._fingerprint.settings()
         if self._content.resized is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
-        (self._differences.of_settings or self._differences.all).compare(saved, settings, ("optimizers", "trainer"))
-        if self._differences.of_settings is not None:
-            self._differences.of_settings.not_exact += differences(
-                saved.get("limits", {}), settings["limits"], "trainer"
-            )
+        of_settings = self._differences.of_settings
+        (of_settings or self._differences.all).compare(saved, settings, ("optimizers", "trainer"))
+        if of_settings is not None:
+            of_settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._content.state.get("loaders", {}))
         if "files" in self._content.state:
@@ -438,7 +436,7 @@ class Resume:
         if position is not None and (
             is_inside if self._content.resized is None else self._content.resized.was_inside_an_epoch
         ):
-            self._fails(cut_epoch.reason(self._path, position))
+            self._fails(position.reason_of_cut(self._path))
 
     def restore(self, run_state: RunState) -> None:
         """Restore the state. Call this when only the next fetch, or work that is still owed, comes after it.
@@ -497,4 +495,4 @@ class Resume:
         with above_the_bar():
             tell(f"{self.report}")
         if position is not None and position.is_in_epoch:
-            go_on_at(self._trainer, position)
+            continue_bar_at(self._trainer, position)

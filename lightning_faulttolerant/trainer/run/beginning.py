@@ -21,23 +21,20 @@ from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
-from lightning_faulttolerant.records.replay import replay_requested
+from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
-from lightning_faulttolerant.trainer.branches.branch import branch_of
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
-from lightning_faulttolerant.trainer.functions import FIT
-from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
+from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit, advise
 from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, start_fingerprint
-from lightning_faulttolerant.trainer.identity.messages import advise
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.process_group import connect
-from lightning_faulttolerant.trainer.replay.replayed_run import ReplayedRun
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition
+from lightning_faulttolerant.trainer.ranks.strategies import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, read_by_all, set_aside
+from lightning_faulttolerant.trainer.run.derived_runs import ReplayedRun, branch_of
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 
 def go_on_in_files(files: RunFiles, run: RunDirectory, choice: Choice) -> None:

@@ -35,6 +35,8 @@ from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.starts import read_record, remove_record, unregister, write_record
 from lightning_faulttolerant.trainer.run.history_file import open_history
 
+_log = logging.getLogger(__name__)
+
 
 class _FitsElsewhere(TypedDict):
     """The fits of a run in other processes: the numbers of those that were begun, and how many have not finished."""
@@ -168,8 +170,6 @@ def _end(script: Script, at_end: Callable[[Script], None]) -> None:
     finally:
         script.forget()
 
-
-_log = logging.getLogger(__name__)
 
 _REMOTE_ADVICE = (
     "Check the credentials, the name of the bucket, and the endpoint. The client of the store reads them from "

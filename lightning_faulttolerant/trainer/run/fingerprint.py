@@ -38,8 +38,10 @@ from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
-from lightning_faulttolerant.trainer.ranks.deepspeed import unwrapped
-from lightning_faulttolerant.trainer.run.hyperparameters import MAY_BE_IGNORED, Hyperparameters, plain
+from lightning_faulttolerant.trainer.ranks.strategies import unwrapped
+from lightning_faulttolerant.trainer.run.changes import MAY_BE_IGNORED, Hyperparameters, plain
+
+_log = logging.getLogger(__name__)
 
 
 def surroundings(trainer: Trainer) -> dict[str, object]:
@@ -60,9 +62,6 @@ def surroundings(trainer: Trainer) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-_log = logging.getLogger(__name__)
 
 
 class Comparison:

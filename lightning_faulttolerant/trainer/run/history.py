@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
-from lightning_faulttolerant.records.failures import Failures, failures_of
+from lightning_faulttolerant.records.chapters import Failures, failures_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
     ALIVE_EVERY_SECONDS,
@@ -38,20 +38,19 @@ from lightning_faulttolerant.records.history import (
     STOPPED,
     UNSAVED,
     VALIDATION,
-    Parent,
     name_of,
 )
+from lightning_faulttolerant.records.requests import Skip
+from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.records.shortening import sum_of_validations
-from lightning_faulttolerant.records.skips import Skip
 from lightning_faulttolerant.supervision.marks import last_hang
-from lightning_faulttolerant.trainer.evaluation.compat import num_evaluated
-from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, num_evaluated, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory
-from lightning_faulttolerant.trainer.run.own_times import OwnTimes
+from lightning_faulttolerant.trainer.sections import OwnTimes
 
 _MAX_TEXT = 300
 

@@ -55,8 +55,10 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     make_loadable,
     without_state,
 )
-from lightning_faulttolerant.trainer.run.own_times import OwnTimes
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
+from lightning_faulttolerant.trainer.sections import OwnTimes
+
+_log = logging.getLogger(__name__)
 
 _OURS = "lightning_faulttolerant."
 
@@ -97,8 +99,6 @@ def can_wait(error: Exception, trainer: Trainer, position: TrainerPosition) -> b
     )
     return True
 
-
-_log = logging.getLogger(__name__)
 
 MODULE = "module"
 _PLACES = {

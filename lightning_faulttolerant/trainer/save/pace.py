@@ -29,13 +29,13 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
-from lightning_faulttolerant.records.failures import Failures, best_interval
+from lightning_faulttolerant.records.chapters import Failures, best_interval
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, seconds_of_process
 from lightning_faulttolerant.trainer.save.kept_steps import KeptSteps
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)
 

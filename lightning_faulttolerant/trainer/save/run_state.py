@@ -59,22 +59,21 @@ from lightning_faulttolerant.trainer.position import (
     IN_VALIDATION,
     TrainerPosition,
 )
-from lightning_faulttolerant.trainer.process import OBJECTS, Registered
+from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manual
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
-from lightning_faulttolerant.trainer.ranks.deepspeed import (
+from lightning_faulttolerant.trainer.ranks.gather import as_captured
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.ranks.strategies import (
     engine_of,
     engine_state,
     load_engine_state,
     stepped_tensors,
     users_optimizers,
 )
-from lightning_faulttolerant.trainer.ranks.gather import as_captured
-from lightning_faulttolerant.trainer.ranks.sharded import reshard
-from lightning_faulttolerant.trainer.resume.param_groups import held_by_groups
+from lightning_faulttolerant.trainer.resume.parameters import held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE
 from lightning_faulttolerant.trainer.resume.report import ORDER
-from lightning_faulttolerant.trainer.settings.environment import is_manual
-from lightning_faulttolerant.trainer.settings.options import Options
+from lightning_faulttolerant.trainer.settings import Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.evaluation import compat
-from lightning_faulttolerant.trainer.evaluation.evaluation_state import EvaluationState
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.saving import Predictions
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.records.ledger import BATCH, read_ledger
-from lightning_faulttolerant.trainer.ledger.digests import digest
+from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.cli.checkpoints import flip
 from tests.cli.replay.replays import LAUNCHER, content, replay, train
 from tests.cli.replay.training import SPOILT

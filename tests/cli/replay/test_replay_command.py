@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.cli.replay import command
-from lightning_faulttolerant.records.replay import (
+from lightning_faulttolerant.records.requests import (
     LEFT,
     RAISED,
     REACHED,

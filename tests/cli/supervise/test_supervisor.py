@@ -9,8 +9,15 @@ import pytest
 from lightning_faulttolerant.cli.supervise import supervisor as supervisor_module
 from lightning_faulttolerant.cli.supervise.supervisor import RestartPolicy, SupervisionEnded, Supervisor, kill
 from lightning_faulttolerant.processes import is_running
-from lightning_faulttolerant.supervision.failures import TrainingFailure, read_failures, write_failure
-from lightning_faulttolerant.supervision.marks import OUTSIDE, SAVE, TRAINING_BATCH, Marks
+from lightning_faulttolerant.supervision.marks import (
+    OUTSIDE,
+    SAVE,
+    TRAINING_BATCH,
+    Marks,
+    TrainingFailure,
+    read_failures,
+    write_failure,
+)
 
 
 def sleeper(directory: Path | None = None) -> int:

@@ -53,8 +53,7 @@ def test_each_seam_exists(path: str, owners: dict[str, Any]) -> None:
 
 def test_no_name_escapes_the_contract() -> None:
     """The tests of this folder check each private name that the source uses."""
-    tables = (SEAMS, compat.RESULT_SEAMS, compat.DDP_SEAMS)
+    tables = (SEAMS, compat.RESULT_SEAMS)
     checked = {part for table in tables for path in table for part in path.split(".")}
     on_values = {"_forward_cache", "_update_count", "_computed", "_defaults", "_sync", "_should"}
-    function_of_distributed = {"_register_comm_hook"}
-    assert private_names(compat) - checked - on_values == function_of_distributed
+    assert private_names(compat) - checked - on_values == set()

@@ -42,13 +42,14 @@ def test_both_loggers_have_the_same_names(name: str) -> None:
 
 
 def test_no_name_escapes_the_contract() -> None:
-    """Each private name that the source uses is in one of the tables."""
+    """Each private name that the source uses is in one of the tables, whose other tests are in this folder."""
     tree = ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     touched |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     private = {name for name in touched | strings if name.startswith("_") and not name.startswith("__")}
-    assert private - {name for _, name in SEAMS} == set()
+    of_experiments = {*compat.WANDB_SEAMS, *compat.MLFLOW_SEAMS, *compat.WANDB_RUN_SEAMS}
+    assert private - {name for _, name in SEAMS} - of_experiments == {"_experiment_of"}  # the file's own
 
 
 def test_version_that_somebody_named_is_told(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.records.runs import FitRecord
-from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint
-from lightning_faulttolerant.trainer.identity.messages import Match, match_fit
+from lightning_faulttolerant.trainer.identity.fingerprint import Match, StartFingerprint, match_fit
 
 
 def start(lr: float = 0.1, data: int = 0, weights: str = "w", **core: Any) -> StartFingerprint:

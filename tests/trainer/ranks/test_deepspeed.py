@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsafeCheckpointError, UnsupportedTrainerError
 from lightning_faulttolerant.state.objects.kinds import is_shared_value
-from lightning_faulttolerant.trainer.ranks.deepspeed import engine_state, failing_together
-from lightning_faulttolerant.trainer.save.trust import Trust
+from lightning_faulttolerant.trainer.ranks.strategies import engine_state, failing_together
+from lightning_faulttolerant.trainer.resume.choice import Trust
 
 
 def trainer_with(**engine: object) -> Any:

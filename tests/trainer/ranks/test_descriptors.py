@@ -5,7 +5,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.trainer.ranks.process_group import connect_all
+from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from tests.ranks import on_ranks
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.checkpoint.ranks import Alone
-from lightning_faulttolerant.trainer.ranks import process_group
-from lightning_faulttolerant.trainer.ranks.process_group import connect_all
+from lightning_faulttolerant.trainer.ranks import strategies
+from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from tests.ranks import on_ranks
 
 
@@ -72,7 +72,7 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that waits for a silent rank that is alive raises when its time is over."""
-    monkeypatch.setattr(process_group, "_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(strategies, "_TIMEOUT", timedelta(seconds=1))
 
     def main(rank: int) -> Any:
         ranks = connect_all()

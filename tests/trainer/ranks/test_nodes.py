@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks.nodes import Listener, LostLinkError, NodeGroup, connect_to, receive_from
-from lightning_faulttolerant.trainer.ranks.process_group import open_line
+from lightning_faulttolerant.trainer.ranks.strategies import open_line
 from tests.light_ranks import run_light
 
 NODES, PER_NODE = 4, 8

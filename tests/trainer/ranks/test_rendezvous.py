@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import distributed as dist
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks.process_group import agree_on_prefix, apart_from_earlier_ranks, shares_store
+from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix, apart_from_earlier_ranks, shares_store
 from tests.runs import Net, fit_net, make_trainer
 from tests.scripts import protected
 

@@ -21,8 +21,8 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
-from lightning_faulttolerant.trainer.ranks.process_group import connect_all
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
+from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from lightning_faulttolerant.trainer.resume import choice
 from tests.ranks import on_ranks
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.trainer.stop import deadline as deadline_module
+from lightning_faulttolerant.trainer import signals as deadline_module
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks
 from tests.trainer.ranks.slurm_jobs import Job

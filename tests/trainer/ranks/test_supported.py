@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsupportedTrainerError
-from lightning_faulttolerant.trainer.ranks.process_group import REFUSED, SUPPORTED, check_strategy
+from lightning_faulttolerant.trainer.ranks.strategies import REFUSED, SUPPORTED, check_strategy
 from tests.runs import fit_net
 
 TABLE = Path(__file__).parents[3] / "docs" / "strategies.md"

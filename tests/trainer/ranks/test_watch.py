@@ -14,7 +14,7 @@ from lightning_faulttolerant.trainer.ranks import watch as watch_module
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.connection import Hub, Spoke
 from lightning_faulttolerant.trainer.ranks.watch import Watch
-from lightning_faulttolerant.trainer.stop.signals import StopSignals, signal_reason, stopped_by
+from lightning_faulttolerant.trainer.signals import StopSignals, signal_reason, stopped_by
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_faulttolerant.trainer.resume.loaded_weights import rounded
+from lightning_faulttolerant.trainer.resume.parameters import rounded
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from lightning_faulttolerant import atomic_torch_save
 from lightning_faulttolerant.checkpoint.rank_states import identity_of
-from lightning_faulttolerant.trainer.ranks.process_group import connect_all
+from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from lightning_faulttolerant.trainer.resume.choice import Choice, read_by_all
 from tests.checkpoint.writers import SHARDS
 from tests.ranks import on_ranks

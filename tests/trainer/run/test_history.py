@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.run import history_file
 from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, process_began, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
-from lightning_faulttolerant.trainer.stop.signals import signal_reason, stopped_by
+from lightning_faulttolerant.trainer.signals import signal_reason, stopped_by
 from tests.processes import in_child
 from tests.records.made import Story
 

@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import LightningModule
 from omegaconf import OmegaConf
 
-from lightning_faulttolerant.trainer.run import hyperparameters
-from lightning_faulttolerant.trainer.run.hyperparameters import Hyperparameters, is_passing
+from lightning_faulttolerant.trainer.run import changes
+from lightning_faulttolerant.trainer.run.changes import Hyperparameters, is_passing
 
 PROCESS_ID = 31337
 
@@ -151,7 +151,7 @@ PASSING = [
 @pytest.mark.parametrize("value", PASSING, ids=repr)
 def test_time_and_process_id_are_found(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are found in seconds, milliseconds and nanoseconds; in text, as a date with a time of day, or as a word."""
-    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
+    monkeypatch.setattr(changes, "IMPORTED_AT", NOW)
     assert is_passing(value, now=NOW)
 
 
@@ -176,7 +176,7 @@ COMMON = [
 @pytest.mark.parametrize("value", COMMON, ids=repr)
 def test_common_values_are_no_time(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds, sizes, rates, versions, names, and other days are not taken for times."""
-    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
+    monkeypatch.setattr(changes, "IMPORTED_AT", NOW)
     assert not is_passing(value, now=NOW)
 
 
@@ -189,7 +189,7 @@ def test_small_process_ids_are_not_looked_for(value: Any, monkeypatch: pytest.Mo
 
 def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The day in Greenwich counts, and the day on which the process began."""
-    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW - 86_400)
+    monkeypatch.setattr(changes, "IMPORTED_AT", NOW - 86_400)
     there = datetime.fromtimestamp(NOW, timezone.utc)
     assert is_passing(f"{there:%Y-%m-%d %H:%M}", now=NOW)
     assert is_passing(f"{there - timedelta(days=1):%Y-%m-%d %H:%M}", now=NOW)
@@ -199,7 +199,7 @@ def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...] = (), **values: Any) -> list[str]:
     """Return the messages of two saves."""
     lines: list[str] = []
-    monkeypatch.setattr(hyperparameters, "tell", lines.append)
+    monkeypatch.setattr(changes, "tell", lines.append)
     found = Hyperparameters(Model(**values), ignored=ignored)
     found.tell_passing()
     found.tell_passing()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.records.failures import Failures
+from lightning_faulttolerant.records.chapters import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
 
 

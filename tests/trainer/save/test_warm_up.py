@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.save import warm_up
+from lightning_faulttolerant.trainer.save import autosave
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from tests.runs import fit_net
 
@@ -19,7 +19,7 @@ def test_first_save_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     needed = ("omegaconf", "torch.utils.serialization")
     for name in [name for name in sys.modules if name.startswith(needed)]:
         monkeypatch.delitem(sys.modules, name)
-    warm_up.warm_up.cache_clear()
+    autosave.warm_up.cache_clear()
     came: list[set[str]] = []
     save = Autosaver.save
 
@@ -36,6 +36,6 @@ def test_first_save_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_created_on_the_default_device() -> None:
     """A user's default device may be a GPU, and is not begun to be used by us."""
-    warm_up.warm_up.cache_clear()
+    autosave.warm_up.cache_clear()
     with torch.device("cuda"):  # this machine need not have one
-        warm_up.warm_up()
+        autosave.warm_up()

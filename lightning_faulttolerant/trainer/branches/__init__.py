@@ -1,1 +1,0 @@
-"""Branches: new runs that begin from a kept autosave of another one."""

@@ -1,1 +1,0 @@
-"""What a fit or an evaluation tells the process that supervises it."""

@@ -1,1 +1,0 @@
-"""The arguments of `FaultTolerance`, and the environment variables that set them."""

@@ -1,1 +1,0 @@
-"""Training batches that a run leaves out."""

@@ -1,0 +1,461 @@
+"""Writes the ledger of one fit or evaluation. It only observes: it draws no random numbers, and is not a hook.
+
+`lightning_faulttolerant.records.ledger` describes the lines.
+
+A line names the samples of a batch as the index samplers have yielded them.
+
+The batches of validation runs and evaluations: what a ledger says of each, and where a drill finds it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.loader.index_record import IndexRecord
+from lightning_faulttolerant.records import ledger as kinds
+from lightning_faulttolerant.records.ledger import EVALUATED
+from lightning_faulttolerant.records.lines import LineFile
+from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
+from lightning_faulttolerant.trainer.evaluation.compat import is_predicting
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
+from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
+from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated, stage_of
+from lightning_faulttolerant.trainer.run.fingerprint import surroundings
+from lightning_faulttolerant.trainer.steps.compat import (
+    as_logged,
+    fetches_seen,
+    fetching_by_itself,
+    is_after_the_batches,
+    logger_connector,
+)
+from lightning_faulttolerant.trainer.steps.digests import (
+    Digest,
+    digest,
+    exact,
+    exact_metrics,
+    learning_rates,
+    optimizers_digest,
+    weights_digest,
+)
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.trainer.any_session import AnySession
+
+
+def is_evaluating(trainer: Trainer) -> bool:
+    """Return whether a validation run or an evaluation is in progress."""
+    return trainer.validating or trainer.testing or trainer.predicting
+
+
+def training_place(trainer: Trainer) -> dict[str, int]:
+    """Return the epoch, and how many of its batches are done; zeros outside a fit."""
+    if function_of(trainer) != FIT:
+        return {"epoch": 0, "batch": 0}
+    return {"epoch": trainer.current_epoch, "batch": num_completed(trainer)}
+
+
+def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
+    """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
+
+    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> object:
+        return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
+
+    patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
+
+
+class EvaluatedBatches:
+    """Writes a line for each batch.
+
+    Args:
+        trainer: The trainer that evaluates.
+        write: Writes a line of a kind, with these values.
+    """
+
+    def __init__(self, trainer: Trainer, write: Callable[..., None]) -> None:
+        self._trainer = trainer
+        self._write = write
+
+    def around_step(self, original: Method, batch: object, *args: object) -> object:
+        """Run a step, and write its line."""
+        trainer = self._trainer
+        rng = digest(rng_state())
+        if fetching_by_itself(loop_of(trainer)):
+            contents = Digest()
+            with fetches_seen(loop_of(trainer), contents.feed):
+                output = original(batch, *args)
+            content = contents.text()
+        else:
+            content = digest(batch)
+            output = original(batch, *args)
+        number = {"validation_batch": num_evaluated(trainer)}
+        values = {"content": content, "rng": rng, "output": exact(output)}
+        self._write(EVALUATED, **training_place(trainer), **number, **values)
+        return output
+
+
+def returned_by(loop: Any, results: Any) -> dict[str, object]:
+    """Return what an evaluation returned, in a form that JSON can hold.
+
+    Args:
+        loop: The loop of the evaluation.
+        results: Its results: metrics of each loader, or predictions.
+    """
+    if results is None:
+        return {}
+    if not is_predicting(loop):
+        return {name: value for metrics in results for name, value in exact_metrics(metrics).items()}
+    of_loaders = results if loop.num_dataloaders > 1 else [results]
+    number = sum(len(predictions) for predictions in of_loaders)
+    return {"number of predictions": number, "predictions": digest(of_loaders)}
+
+
+class _Lines:
+    """The lines of one fit or evaluation.
+
+    Args:
+        file: The file to write to.
+        number: The number of the fit or evaluation in its script, from 1.
+    """
+
+    def __init__(self, file: LineFile, number: int) -> None:
+        self._file = file
+        self._number = number
+
+    def append(self, event: str, values: Mapping[str, object]) -> None:
+        try:
+            self._file.append({"event": event, "fit": self._number, "time": time.time(), **values})
+        except OSError as error:
+            raise LedgerError(
+                f"A line could not be added to the ledger: {error}. A ledger with a gap can't be compared. Free some "
+                "space, or run without a ledger."
+            ) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _LoggedValues:
+    """Follows what is logged: through the trainer, or to a logger directly.
+
+    Args:
+        trainer: The trainer that runs the fit or evaluation.
+        log: Called with a step, the values, and the keywords of `FitLedger._log`.
+    """
+
+    def __init__(self, trainer: Trainer, log: Callable[..., None]) -> None:
+        self._trainer = trainer
+        self._log = log
+        self._is_listening = self._is_logging = False
+
+    def take_seams(self, loop: object, patches: Patches) -> None:
+        patches.around(loop, "on_run_start", self._around_run_start)
+        patches.around(logger_connector(self._trainer), "log_metrics", self._around_log)
+        for logger in self._trainer.loggers:
+            patches.around(logger, "log_metrics", partial(self._around_logger, logger))
+
+    def _around_run_start(self, original: Method, *args: object, **kwargs: object) -> None:
+        original(*args, **kwargs)
+        self._is_listening = True  # values logged at the start of a fit are logged again at each start
+
+    def _around_log(self, original: Method, metrics: Mapping[str, object], step: int | None = None) -> None:
+        trainer = self._trainer
+        if metrics and not trainer.sanity_checking:
+            self._log(*as_logged(trainer, metrics, step), closes_epoch=is_after_the_batches(trainer))
+        self._is_logging = True
+        try:
+            original(metrics, step=step)
+        finally:
+            self._is_logging = False
+
+    def _around_logger(self, logger: object, original: Method, *args: object, **kwargs: object) -> object:
+        if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
+            metrics = args[0] if args else kwargs.get("metrics")
+            step = args[1] if len(args) > 1 else kwargs.get("step")
+            self._log(exact(step), metrics, logger=type(logger).__name__)
+        return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
+
+
+class FitLedger:
+    """Writes down what one fit or evaluation does.
+
+    Args:
+        trainer: The trainer that runs it.
+        file: The file to write to.
+        number: The number of the fit or evaluation in its script, from 1.
+        session: Its session; ``None`` if fault tolerance is switched off.
+        patches: Applies the patches to the trainer.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        file: LineFile,
+        *,
+        number: int,
+        session: AnySession | None,
+        patches: Patches,
+    ) -> None:
+        self._trainer = trainer
+        self._lines = _Lines(file, number)
+        self._session = session
+        self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
+        self._has_begun = self._has_told_resume = False
+        self._logged = _LoggedValues(trainer, self._log)
+        self._batch: dict[str, object] = {}
+        self._place = (0, 0)  # the epoch, and how many of its batches have begun
+        self._returned: dict[str, object] = {}
+        self._is_fit = function_of(trainer) == FIT
+        if session is not None:
+            session.listeners.saved.append(self._autosaved)
+        self._patches = patches
+
+    def take_seams(self) -> None:
+        """Begin to write."""
+        trainer, patches = self._trainer, self._patches
+        loop = trainer.fit_loop if self._is_fit else loop_of(trainer)
+        patches.around(loop, "reset", self._around_reset)
+        if self._is_fit:
+            self._take_seams_of_training()
+            patches.around(logger_connector(trainer), "log_eval_end_metrics", self._around_validation_end)
+        else:
+            patches.around(loop, "run", self._around_evaluation)
+        self._logged.take_seams(loop, patches)
+        around_steps(trainer, patches, EvaluatedBatches(trainer, self._write).around_step)
+
+    def _take_seams_of_training(self) -> None:
+        patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
+        if self._order is not None:
+            patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
+        patches.around(logger_connector(self._trainer), "on_batch_start", self._around_batch_start)
+        patches.around(epoch_loop.automatic_optimization, "run", self._around_step)
+        patches.around(epoch_loop.manual_optimization, "run", self._around_step)
+
+    def _autosaved(self, position: TrainerPosition, path: str) -> None:
+        """Write a line for an autosave that is written and verified."""
+        is_inside = position.num_validated is not None or (position.is_of_evaluation and not position.is_finished)
+        number = {"validation_batch": position.validation_batch} if is_inside else {}
+        place = {"epoch": position.epoch, "batch": position.batch} if self._is_fit else {"epoch": 0, "batch": 0}
+        self._write(kinds.AUTOSAVE, **place, **number, text=str(position), path=path)
+
+    def end(self) -> None:
+        """Write a line for the results of the fit or the evaluation."""
+        trainer = self._trainer
+        metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute and change it
+        if self._is_fit:
+            results: dict[str, object] = {
+                "weights": weights_digest(trainer),
+                "optimizers": optimizers_digest(trainer),
+            }
+        else:
+            results = {"returned": self._returned}
+        self._write(
+            kinds.END,
+            **results,
+            metrics={name: exact(value) for name, value in sorted(metrics.items())},
+            rng=digest(rng_state()),
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+    def _write(self, event: str, **values: object) -> None:
+        if not self._has_begun:
+            self._begin()
+        if not self._has_told_resume:
+            self._tell_resume()
+        self._lines.append(event, values)
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        trainer = self._trainer
+        num_batches = trainer.num_training_batches if self._is_fit else sum(loop_of(trainer).max_batches)
+        values = {
+            "function": function_of(trainer),
+            "pid": os.getpid(),
+            "rank": trainer.global_rank,
+            "num_ranks": trainer.world_size,
+            "num_batches": None if num_batches == float("inf") else int(num_batches),
+            "max_epochs": trainer.max_epochs if self._is_fit else 1,
+            "surroundings": surroundings(trainer),
+        }
+        self._lines.append(kinds.FIT, values)
+
+    def _tell_resume(self) -> None:
+        report = None if self._session is None else self._session.report
+        if report is None:
+            return
+        self._has_told_resume = True
+        epoch, batch = (report.epoch, report.batch) if self._is_fit else (0, 0)
+        if not self._batch:
+            self._place = (epoch, batch)
+        place = {"epoch": epoch, "batch": batch, "text": report.position}
+        place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
+        exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
+        self._lines.append(kinds.RESUMED, {**place, **exactness, "path": report.path})
+
+    # The wrapped methods.
+
+    def _around_reset(self, original: Method) -> None:
+        original()
+        if not self._has_begun:
+            self._begin()
+
+    def _wrap_before_fetch(self, original: Method) -> Method:
+        assert self._order is not None
+        order = self._order
+
+        def before_fetch() -> None:
+            order.before_fetch()
+            original()
+
+        return before_fetch
+
+    def _around_batch_start(self, original: Method, batch: object, *args: object, **kwargs: object) -> None:
+        if self._trainer.training:
+            self._batch = self._known_of(batch)
+            self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
+        original(batch, *args, **kwargs)
+
+    def _known_of(self, batch: object) -> dict[str, object]:
+        known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
+        if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
+            known["content"] = digest(batch)
+            known["order"] = None if self._order is None else self._order.of_batch()
+        return known
+
+    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
+        if step_fetches(self._trainer):
+            outcome = self._run_fetching(original, *args, **kwargs)
+        else:
+            outcome = original(*args, **kwargs)
+        self._write(
+            kinds.BATCH,
+            epoch=self._trainer.current_epoch,
+            batch=num_completed(self._trainer),
+            **self._batch,
+            loss=exact(outcome.get("loss")),
+            learning_rates=learning_rates(self._trainer),
+        )
+        return outcome
+
+    def _run_fetching(self, original: Method, *args: object, **kwargs: object) -> Any:
+        """Run a step that fetches its batches by itself, and note all of them."""
+        contents, orders = Digest(), []
+
+        def seen(batch: object) -> None:
+            contents.feed(batch)
+            orders.append(None if self._order is None else self._order.of_batch())
+
+        with fetches_seen(self._trainer.fit_loop, seen):
+            outcome = original(*args, **kwargs)
+        self._batch["content"] = contents.text()
+        self._batch["order"] = None if None in orders else digest(orders)
+        return outcome
+
+    def _around_validation_end(self, original: Method, metrics: Any) -> None:
+        if not self._trainer.sanity_checking:
+            self._write(
+                kinds.VALIDATED,
+                **training_place(self._trainer),
+                metrics={name: exact(value) for name, value in sorted(metrics.items())},
+            )
+        original(metrics)
+
+    def _around_evaluation(self, original: Method) -> object:
+        results = original()
+        self._returned = returned_by(loop_of(self._trainer), results)
+        return results
+
+    def _log(self, step: object, metrics: object, *, closes_epoch: bool = False, logger: str | None = None) -> None:
+        validating = is_evaluating(self._trainer)
+        if not self._has_told_resume:
+            self._tell_resume()
+        epoch, batch = self._place
+        self._write(
+            kinds.LOG,
+            epoch=epoch,
+            batch=batch,
+            step=step,
+            metrics=exact_metrics(metrics),
+            validating=validating,
+            **({"validation_batch": num_evaluated(self._trainer)} if validating else {}),
+            epoch_end=closes_epoch and not validating,
+            logger=logger,
+        )
+
+
+Places = Mapping[str, tuple[Any, int]]
+"""Each loader's iteration, and how many of its batches have come out."""
+
+
+class LastBatchIndices:
+    """Finds the indices of the batch that was fetched last.
+
+    Args:
+        trainer: The trainer of the fit.
+        loaders: The loaders of the fit.
+    """
+
+    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._before: Places = {}
+
+    def before_fetch(self) -> None:
+        """Note the positions of the loaders: a batch has samples only from the loaders that move."""
+        self._before = self._places()
+
+    def _places(self) -> Places:
+        trackers = self._loaders.trackers.items()
+        training = {p: t.iteration for p, t in trackers if p.startswith(TRAIN) and not t.is_gone}
+        return {place: (iteration, iteration.num_out) for place, iteration in training.items() if iteration is not None}
+
+    def of_batch(self) -> str | None:
+        """Return the digest of the indices of the current batch; ``None`` if they are not known."""
+        indices = self.indices_of_batch()
+        return None if indices is None else digest(indices)
+
+    def indices_of_batch(self) -> dict[str, object] | None:
+        """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
+        if fetches_ahead(self._trainer):
+            before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
+        else:
+            before, after = self._before, self._places()
+        indices = {}
+        for place, (iteration, num_out) in after.items():
+            if _same(before.get(place), iteration, num_out):
+                continue
+            found = _indices(getattr(iteration, "record", None), num_out - 1)
+            if found is None:
+                return None
+            indices[place] = found[0]
+        return indices or None
+
+
+def _marked(mark: PrefetchState | None) -> Places:
+    return {} if mark is None else mark.iterations
+
+
+def _same(before: tuple[object, int] | None, iteration: object, num_out: int) -> bool:
+    if before is None or before[0] is not iteration:
+        return num_out == 0
+    return before[1] == num_out
+
+
+def _indices(record: IndexRecord | None, number: int) -> tuple[object] | None:
+    """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
+    if record is None:
+        return None
+    begin = record.handed_out - len(record.recent)
+    return (record.recent[number - begin],) if begin <= number < record.handed_out else None

@@ -1,0 +1,324 @@
+"""Each field of a ledger changes exactly when the thing that it stands for changes; no earlier field does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.records.ledger import FitLines, read_ledger
+from lightning_faulttolerant.trainer.steps.digests import digest
+from tests.data_sets import NoisyDataset, Squares, Unsized
+from tests.runs import Fetches, Net, TwoLoaders, fit_net
+
+
+class Rows(Dataset[Tensor]):
+    """Fixed rows, all shifted by the same amount."""
+
+    def __init__(self, length: int = 16, shift: float = 0.0) -> None:
+        self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index] + self.shift
+
+
+class Fixed(Sampler[int]):
+    """Yields these indices."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Any:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 1, **arguments: Any) -> FitLines:
+    """Fit the same net on the same rows, except for the given arguments, and return its ledger."""
+    path = directory / f"{len(list(directory.iterdir()))}.jsonl"
+    module = arguments.pop("module", None)
+    if module is None:
+        torch.manual_seed(init)
+        module = Net()
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    train = DataLoader(Rows(), batch_size=4) if train is None else train
+    validation = arguments.pop("validation", DataLoader(Rows(4), batch_size=4))
+    fit_net(
+        [FaultTolerance(directory / "saves", run_id=path.stem, ledger=path)],
+        directory,
+        module=module,
+        train=train,
+        validation=validation,
+        **{"max_epochs": 1, **arguments},
+    )
+    [fit] = read_ledger(path).fits
+    return fit
+
+
+FIELDS = ("order", "content", "rng", "learning_rates", "loss")
+
+
+def other_learning_rate() -> LightningModule:
+    """Return the same net, with another learning rate."""
+    torch.manual_seed(1)
+    module = Net()
+    configure = module.configure_optimizers
+    module.configure_optimizers = lambda: _with_rate(configure(), 0.5)  # type: ignore[method-assign]
+    return module
+
+
+def _with_rate(configured: dict[str, Any], rate: float) -> dict[str, Any]:
+    for group in configured["optimizer"].param_groups:
+        group["lr"] = rate
+    return configured
+
+
+CHANGES: dict[str, tuple[Any, set[str]]] = {
+    "none": (dict, set()),
+    "order": (
+        lambda: {"train": DataLoader(Rows(), batch_size=4, sampler=Fixed([3, 1, 2, 0, *range(4, 16)]))},
+        {"order", "content", "loss"},
+    ),
+    "augmentation": (lambda: {"train": DataLoader(Rows(shift=0.5), batch_size=4)}, {"content", "loss"}),
+    "main-rng": (lambda: {"seed": 2}, {"rng", "loss"}),
+    "weights": (lambda: {"init": 2}, {"loss"}),
+    "learning-rate": (lambda: {"module": other_learning_rate()}, {"learning_rates"}),
+}
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> FitLines:
+    """Return the ledger of an unchanged fit."""
+    return ledger_of(tmp_path_factory.mktemp("usual"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_tells_what_was_changed(change: str, usual: FitLines, tmp_path: Path) -> None:
+    """In the first batch, exactly the fields that the change can affect differ."""
+    arguments, fields = CHANGES[change]
+    fit = ledger_of(tmp_path, **arguments())
+    one, other = usual.of("batch")[0], fit.of("batch")[0]
+    assert {name for name in FIELDS if one[name] != other[name]} == fields
+    ends = [line.end for line in (usual, fit)]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert (ends[0]["weights"] == ends[1]["weights"]) == (change == "none")
+    assert (ends[0]["optimizers"] == ends[1]["optimizers"]) == (change == "none")
+    assert (ends[0]["rng"] == ends[1]["rng"]) == (change != "main-rng")
+    assert (ends[0]["metrics"] == ends[1]["metrics"]) == (change == "none")
+
+
+class Returns(Net):
+    """Returns the value of each validation step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__()
+        torch.manual_seed(1)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        super().validation_step(batch, batch_idx)
+        return batch.mean()
+
+
+def test_validation_has_a_content_and_results(tmp_path: Path) -> None:
+    """Other validation samples change ``content``, ``output``, and their results, but nothing that was trained."""
+    fit = ledger_of(tmp_path, module=Returns(), validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
+    usual = ledger_of(tmp_path, module=Returns())
+    [one], [other] = usual.of("evaluated"), fit.of("evaluated")
+    assert (one["epoch"], one["batch"], one["validation_batch"]) == (0, 4, 1)
+    assert {name for name in ("content", "rng", "output") if one[name] != other[name]} == {"content", "output"}
+    [one], [other] = usual.of("validated"), fit.of("validated")
+    assert (one["epoch"], one["batch"]) == (0, 4)
+    assert one["metrics"].keys() == {"val_loss"}
+    assert one["metrics"] != other["metrics"]
+    assert usual.end is not None
+    assert fit.end is not None
+    assert usual.end["weights"] == fit.end["weights"]
+
+
+def test_logged_values_are_what_loggers_would_get(usual: FitLines) -> None:
+    """Without a logger too, it holds the values of each batch, of the validation run, and of the epoch."""
+    logs = usual.of("log")
+    names = [sorted(line["metrics"].keys() - {"epoch"}) for line in logs]
+    assert names == [*[["loss_step"]] * 4, ["val_loss"], ["loss_epoch"]]
+    assert [line["step"] for line in logs] == [0, 1, 2, 3, 3, 3]
+    assert [line["validating"] for line in logs] == [False] * 4 + [True, False]
+    assert [line["epoch_end"] for line in logs] == [False] * 5 + [True]
+    assert [(line["epoch"], line["batch"]) for line in logs] == [(0, number) for number in (1, 2, 3, 4, 4, 4)]
+    losses = [line["loss"] for line in usual.of("batch")]
+    assert [line["metrics"]["loss_step"] for line in logs[:4]] == losses
+
+
+def test_the_first_line_says_what_fit_it_is(usual: FitLines) -> None:
+    """It holds the number of the fit, of its batches and of its ranks, and the settings that affect the arithmetic."""
+    begun = usual.begun
+    assert (begun["fit"], begun["num_batches"], begun["max_epochs"]) == (usual.number, 4, 1)
+    assert (begun["rank"], begun["num_ranks"]) == (0, 1)
+    assert {"torch", "threads", "device", "cpu_capability"} <= begun["surroundings"].keys()
+    assert usual.resumed is None
+
+
+def test_autosaves_are_there_as_they_are_verified(usual: FitLines) -> None:
+    """The first one comes before the first batch, the last one after the last batch; each names its file."""
+    saved = usual.of("autosave")
+    assert usual.events[0] == saved[0]
+    assert (saved[0]["epoch"], saved[0]["batch"], saved[0]["text"]) == (0, 0, "before batch 0 of epoch 0")
+    assert saved[-1]["text"] == "after the end of the fit"
+    assert usual.events[-2] == saved[-1]
+    assert "fit-1" in saved[0]["path"]
+
+
+# The order of samples, for loaders of each kind.
+
+
+def orders_of(fit: FitLines) -> list[str | None]:
+    """Return the order of each batch."""
+    return [line["order"] for line in fit.of("batch")]
+
+
+def dealt(*indices: dict[str, list[int]]) -> list[str]:
+    """Return the orders of batches whose loaders yielded these indices."""
+    return [digest(parts) for parts in indices]
+
+
+ORDERS: dict[str, tuple[Any, list[str] | None]] = {
+    "no-workers": (
+        lambda: {"train": DataLoader(Rows(8), batch_size=4)},
+        dealt({"train/0": [0, 1, 2, 3]}, {"train/0": [4, 5, 6, 7]}),
+    ),
+    "two-workers": (
+        lambda: {"train": DataLoader(Rows(8), batch_size=4, num_workers=2)},
+        dealt({"train/0": [0, 1, 2, 3]}, {"train/0": [4, 5, 6, 7]}),
+    ),
+    "fetched-ahead": (
+        lambda: {"train": Unsized(Rows(8), batch_size=4)},
+        dealt({"train/0": [0, 1, 2, 3]}, {"train/0": [4, 5, 6, 7]}),
+    ),
+    "cycled": (
+        lambda: {
+            "module": TwoLoaders(),
+            "train": {"a": DataLoader(Rows(12), batch_size=4), "b": DataLoader(Rows(8), batch_size=4)},
+        },
+        dealt(
+            {"train/0": [0, 1, 2, 3], "train/1": [0, 1, 2, 3]},
+            {"train/0": [4, 5, 6, 7], "train/1": [4, 5, 6, 7]},
+            {"train/0": [8, 9, 10, 11], "train/1": [0, 1, 2, 3]},
+        ),
+    ),
+    "step-fetches": (
+        lambda: {"module": Fetches(2), "train": DataLoader(Rows(16), batch_size=4), "limit_val_batches": 0},
+        [
+            digest([digest({"train/0": [0, 1, 2, 3]}), digest({"train/0": [4, 5, 6, 7]})]),
+            digest([digest({"train/0": [8, 9, 10, 11]}), digest({"train/0": [12, 13, 14, 15]})]),
+        ],
+    ),
+    "without-batching": (
+        lambda: {"train": DataLoader([torch.zeros(2, 4), torch.ones(2, 4)], batch_size=None)},
+        [digest({"train/0": 0}), digest({"train/0": 1})],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter", "ignore:.*does not have many workers")
+@pytest.mark.parametrize("kind", ORDERS)
+def test_order_is_the_indices_of_the_batch(kind: str, tmp_path: Path) -> None:
+    """It is the digest of the indices that each loader's sampler yielded for the trained batch."""
+    arguments, expected = ORDERS[kind]
+    assert orders_of(ledger_of(tmp_path, **arguments())) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
+def test_order_is_of_the_loaders_that_the_batch_is_of(tmp_path: Path) -> None:
+    """A loader that contributes nothing to a batch is not part of its order, whatever it yielded before."""
+    loaders = {"a": DataLoader(Rows(4), batch_size=2), "b": DataLoader(Rows(2), batch_size=2)}
+    fit = ledger_of(tmp_path, train=CombinedLoader(loaders, "max_size"), module=TwoLoaders())
+    assert orders_of(fit) == dealt({"train/0": [0, 1], "train/1": [0, 1]}, {"train/0": [2, 3]})
+
+
+def test_an_iterable_data_set_has_no_order(tmp_path: Path) -> None:
+    """Without indices there is no order; the content is still written."""
+    fit = ledger_of(tmp_path, train=DataLoader(Squares(), batch_size=16))
+    assert orders_of(fit) == [None, None]
+    assert fit.begun["num_batches"] is None
+    assert len({line["content"] for line in fit.of("batch")}) == 2
+
+
+class Manual(Net):
+    """Steps the optimizer itself, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_manual_step_may_have_no_loss(tmp_path: Path) -> None:
+    """If the step returns no loss, the ledger has none; all other fields exist."""
+    fit = ledger_of(tmp_path, module=Manual())
+    assert [line["loss"] for line in fit.of("batch")] == [None] * 4
+    assert all(line["order"] and line["content"] and line["rng"] for line in fit.of("batch"))
+
+
+class Spoils(Net):
+    """Changes its batch in the step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        batch.data.zero_()
+        return loss
+
+
+def test_content_is_that_of_before_the_step(usual: FitLines, tmp_path: Path) -> None:
+    """Changes that a step makes to its batch are not in the content."""
+    contents = [[line["content"] for line in fit.of("batch")] for fit in (usual, ledger_of(tmp_path, module=Spoils()))]
+    assert contents[0] == contents[1]
+
+
+def test_several_validation_loaders_are_all_in_the_content(tmp_path: Path) -> None:
+    """Their batches are counted together, and their values one set of results."""
+
+    class Several(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+    def validation(shift: float) -> FitLines:
+        loaders = [DataLoader(Rows(4), batch_size=4), DataLoader(Rows(4, shift=shift), batch_size=4)]
+        return ledger_of(tmp_path, module=Several(), validation=loaders)
+
+    one, other = validation(0.0), validation(0.5)
+    contents = [[line["content"] for line in fit.of("evaluated")] for fit in (one, other)]
+    assert contents[0][0] == contents[1][0]
+    assert contents[0][1] != contents[1][1]
+    assert [line["validation_batch"] for line in one.of("evaluated")] == [1, 2]
+    assert one.of("validated")[0]["metrics"].keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
+
+
+def test_noise_of_workers_is_in_the_content_only(tmp_path: Path) -> None:
+    """Another base seed of the workers leaves the order unchanged, but changes the samples."""
+    first, second = (
+        ledger_of(tmp_path, train=DataLoader(NoisyDataset(8), batch_size=4, num_workers=2), seed=seed)
+        for seed in (1, 2)
+    )
+    assert orders_of(first) == orders_of(second)
+    assert first.of("batch")[0]["content"] != second.of("batch")[0]["content"]

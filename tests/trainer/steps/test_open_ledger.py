@@ -1,0 +1,391 @@
+"""Where a ledger is written, how fits are numbered, and that a ledger leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank, read_ledger
+from lightning_faulttolerant.trainer import process
+from lightning_faulttolerant.trainer.process import VARIABLE
+from lightning_faulttolerant.trainer.settings import path_of_ledger
+from lightning_faulttolerant.trainer.steps.digests import digest
+from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.data_sets import NoisyDataset
+from tests.processes import run
+from tests.rank_runs import for_ranks
+from tests.runs import Net, eight_batches, fit_net, make_trainer
+
+SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
+
+
+def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    """Fit two batches with the callback, or with the given callbacks."""
+    own = callbacks or (FaultTolerance(directory / "saves"),)
+    return fit_net(list(own), directory, **{**SHORT, **arguments})
+
+
+def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable names the file, and its directory is created; an argument wins over the variable."""
+    path, other = tmp_path / "made" / "ledger.jsonl", tmp_path / "other.jsonl"
+    monkeypatch.setenv(LEDGER_VARIABLE, str(path))
+    fit_once(tmp_path)
+    assert len(read_ledger(path).fits) == 1
+    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", run_id="other", ledger=other))
+    assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
+
+
+def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without argument and variable, or with an empty variable, no ledger is written next to the autosaves."""
+    monkeypatch.setenv(LEDGER_VARIABLE, "")
+    monkeypatch.chdir(tmp_path)
+    fit_once(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["saves"]
+
+
+def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that changes its directory after the callback is created writes to the original directory."""
+    monkeypatch.chdir(tmp_path)
+    callback = FaultTolerance(tmp_path / "saves", ledger="ledger.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    fit_once(tmp_path, callback)
+    assert read_ledger(tmp_path / "ledger.jsonl").fits
+
+
+def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
+    """The error names the path and the remedy before anything is trained."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "ledger.jsonl"
+    module = Net()
+    before = [parameter.clone() for parameter in module.parameters()]
+    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Pass a writable path"):
+        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), module=module)
+    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
+    """A ledger never silently lacks a line: a full disk ends the run, and the error gives the remedy."""
+    with pytest.raises(LedgerError, match="could not be added to the ledger"):
+        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger="/dev/full"))
+
+
+class FailsOnce(Callback):
+    """Raises in the first fit, and again in the hook of the exception, so the later callbacks are not called."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.fails:
+            raise ZeroDivisionError
+
+    def on_exception(self, *args: Any) -> None:
+        self.fails = False
+        raise KeyError
+
+
+@pytest.mark.parametrize("switch", ["off", "on"])
+def test_a_fit_whose_end_nobody_told_is_over(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next fit of the same trainer writes each batch once, and both fits leave nothing on the trainer."""
+    if switch == "off":
+        monkeypatch.setenv(VARIABLE, "0")
+    # In a separate process: Lightning leaves its signal handlers installed when an `on_exception` raises.
+    ended = run(lambda: (_fail_and_fit_again(tmp_path, switch), os._exit(0)))
+    assert ended.exit_code == 0, ended.output
+
+
+def _fail_and_fit_again(directory: Path, run_id: str) -> None:
+    path = directory / "ledger.jsonl"
+    callbacks = [FailsOnce(), FaultTolerance(directory / "saves", run_id=run_id, ledger=path)]
+    trainer = make_trainer(callbacks, directory, **SHORT)
+    loaders = [DataLoader(NoisyDataset(), batch_size=4), DataLoader(NoisyDataset(8), batch_size=4)]
+    module = Net()
+    with pytest.raises(KeyError):
+        trainer.fit(module, *loaders)
+    trainer.fit(module, *loaders)
+    _, fit = read_ledger(path).fits
+    assert [line["batch"] for line in fit.of("batch")] == [0, 1]
+    for owner in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.strategy):
+        assert not [name for name, value in vars(owner).items() if callable(value) and hasattr(value, "__closure__")]
+
+
+class Listener(Logger):
+    """A user's logger that takes its arguments by keyword only and has its own default."""
+
+    name, version = "listener", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_metrics(self, *, metrics: Any, step: Any = "none") -> None:
+        self.heard.append((metrics, step))
+
+
+class GivesAnything(Callback):
+    """Gives its logger a value that is not a dictionary of numbers."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        for metrics in ({"rows": np.arange(3), 1: 2.0}, [("a", 1)], None):
+            trainer.loggers[0].log_metrics(metrics=metrics)  # type: ignore[arg-type]
+        trainer.loggers[0].log_metrics(metrics={}, step=torch.tensor(3))  # type: ignore[arg-type]
+
+
+def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
+    """The arguments arrive unchanged, whatever they contain, and differ from others in the ledger."""
+    heard = []
+    path = tmp_path / "ledger.jsonl"
+    for ledger in (None, path):
+        logger = Listener()
+        seed_everything(1, verbose=False)
+        callback = FaultTolerance(tmp_path / "saves", run_id=f"run-{ledger is None}", ledger=ledger)
+        fit_once(tmp_path, callback, GivesAnything(), logger=logger)
+        heard.append(repr(logger.heard))
+    assert heard[0] == heard[1]
+    own = [line for line in read_ledger(path).fits[0].of("log") if line["logger"] == "Listener"]
+    assert [line["step"] for line in own[:4]] == [None, None, None, 3]
+    assert own[0]["metrics"] == {"1": (2.0).hex(), "rows": digest(np.arange(3))}
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/ledger.jsonl", Path("s3://bucket/ledger.jsonl")])
+def test_a_url_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines can't be appended to an object in a store: creating the callback, or beginning the fit, raises an error."""
+    with pytest.raises(ValueError, match="local file"):
+        FaultTolerance(ledger=path)
+    monkeypatch.setenv(LEDGER_VARIABLE, "s3://bucket/ledger.jsonl")
+    with pytest.raises(ValueError, match="local file"):
+        fit_once(tmp_path)
+
+
+def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
+    """Fits are numbered within the process, whichever callback and trainer they have; trials don't count."""
+    path = tmp_path / "ledger.jsonl"
+
+    def script() -> None:
+        shared = FaultTolerance(tmp_path / "saves", ledger=path)
+        fit_once(tmp_path, shared)
+        fit_once(tmp_path, shared, fast_dev_run=True)
+        fit_once(tmp_path, FaultTolerance(tmp_path / "others", ledger=path))
+        fit_once(tmp_path, shared)
+
+    for seed in (1, 2):  # the second process resumes after the end of each: its autosaves are kept
+        assert run(lambda: (script(), os._exit(0)), seed=seed).exit_code == 0
+    fits = read_ledger(path).fits
+    assert [fit.number for fit in fits] == [1, 2, 3] * 2
+    assert [fit.resumed is None for fit in fits] == [True] * 3 + [False] * 3
+    assert [fit.resumed["text"] for fit in fits if fit.resumed] == ["after the end of the fit"] * 3
+    for one, other in zip(fits[:3], fits[3:], strict=True):
+        assert one.end is not None
+        assert other.end is not None
+        assert {**one.end, "time": 0} == {**other.end, "time": 0}
+        assert not other.of("batch")
+
+
+class Noting(Callback):
+    """Notes the attributes of all objects that a ledger reads, during a fit and after it."""
+
+    def owners(self, trainer: Trainer) -> list[Any]:
+        epoch_loop = trainer.fit_loop.epoch_loop
+        connector = trainer._logger_connector
+        loops = (trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+        return [connector, trainer.strategy, *loops, *trainer.loggers]
+
+    def names(self, trainer: Trainer) -> list[set[str]]:
+        return [set(vars(owner)) for owner in self.owners(trainer)]
+
+
+@pytest.mark.parametrize("ends", ["well", "by-an-exception"])
+def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
+    """After the fit, all objects have the attributes that they have after a fit without a ledger."""
+
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            if ends != "well":
+                raise ZeroDivisionError
+
+    def behind(**ledger: Any) -> list[set[str]]:
+        logger = CSVLogger(tmp_path / f"logs-{len(ledger)}")
+        module = Fails()
+        try:
+            callback = FaultTolerance(tmp_path / f"saves-{len(ledger)}", **ledger)
+            fit_once(tmp_path, callback, module=module, logger=logger)
+        except ZeroDivisionError:
+            assert ends != "well"
+        return Noting().names(module.trainer)
+
+    assert behind(ledger=tmp_path / "ledger.jsonl") == behind()
+    assert not [path for path in Path("/proc/self/fd").iterdir() if os.path.realpath(path).endswith("ledger.jsonl")]
+    [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
+    assert (fit.end is not None) == (ends == "well")
+
+
+def test_checkpoints_are_as_without(tmp_path: Path) -> None:
+    """A checkpoint that ModelCheckpoint saves in on_train_batch_end is the same, and exact, with a ledger."""
+
+    def saved(**ledger: Any) -> dict[str, Any]:
+        torch.manual_seed(1)
+        directory = tmp_path / f"{len(ledger)}"
+        checkpoint = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        fit_once(directory, FaultTolerance(directory / "saves", **ledger), checkpoint, enable_checkpointing=True)
+        found: dict[str, Any] = torch.load(directory / "step=2.ckpt", weights_only=True)
+        return found
+
+    with_ledger, without = saved(ledger=tmp_path / "ledger.jsonl"), saved()
+    part = with_ledger["lightning_faulttolerant"]
+    assert part["inexact"] == []
+    assert part["fingerprint"] == without["lightning_faulttolerant"]["fingerprint"]
+    assert "ledger" not in str(with_ledger)
+    assert without.keys() == with_ledger.keys()
+    assert str(without["loops"]) == str(with_ledger["loops"])
+
+
+def test_autosaves_written_behind_training_are_there(tmp_path: Path) -> None:
+    """Each autosave has its line when it is written, with the place of its state, before the line of the fit's end."""
+    path = tmp_path / "ledger.jsonl"
+    callback = FaultTolerance(tmp_path / "saves", ledger=path, async_save=True, every_n_train_steps=2)
+    fit_once(tmp_path, callback, train=eight_batches(), limit_train_batches=6)
+    [fit] = read_ledger(path).fits
+    assert [line["batch"] for line in fit.of("autosave")] == [0, 2, 4, 6]
+    assert all(Path(line["path"]).name.startswith("autosave-") for line in fit.of("autosave"))
+    assert fit.events[-1] == fit.end
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial steps of a LearningRateFinder are not batches of the fit, and trigger no fault."""
+    monkeypatch.setenv(VARIABLE, switch)
+    monkeypatch.setenv(FAULT_VARIABLE, "1:0:3:start")
+    monkeypatch.setattr(process, "num_fits", {})
+
+    class Tuned(Net):
+        lr = 0.01
+
+    path = tmp_path / "ledger.jsonl"
+    finder = LearningRateFinder(num_training_steps=6)
+    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), finder, module=Tuned(), limit_train_batches=3)
+    [fit] = read_ledger(path).fits
+    assert finder.optimal_lr is not None
+    assert [line["batch"] for line in fit.of("batch")] == [0, 1, 2]
+
+
+def test_the_argument_travels_to_other_processes(tmp_path: Path) -> None:
+    """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
+    callback = pickle.loads(pickle.dumps(FaultTolerance(ledger=tmp_path / "ledger.jsonl")))
+    assert path_of_ledger(callback._options) == str(tmp_path / "ledger.jsonl")
+
+
+# With fault tolerance switched off.
+
+
+@pytest.fixture
+def is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch fault tolerance off with the environment variable."""
+    monkeypatch.setenv(VARIABLE, "0")
+
+
+@pytest.mark.usefixtures("is_off")
+def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
+    """Nothing is saved, and the ledger holds everything except the order of samples."""
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(2):
+        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ledger.jsonl"]
+    fits = read_ledger(path).fits
+    assert [fit.number for fit in fits] == [fits[0].number, fits[0].number + 1]
+    for fit in fits:
+        assert [line["event"] for line in fit.events] == [
+            "batch",
+            "log",
+            "batch",
+            "log",
+            "evaluated",
+            "validated",
+            "log",
+            "log",
+            "end",
+        ]
+        assert all(line["order"] is None and line["content"] for line in fit.of("batch"))
+
+
+@pytest.mark.usefixtures("is_off")
+def test_switched_off_it_is_closed_by_an_exception(tmp_path: Path) -> None:
+    """After an exception nothing is left, and the next fit has a ledger again."""
+    callback = FaultTolerance(ledger=tmp_path / "ledger.jsonl")
+
+    class Fails(Net):
+        def on_train_epoch_end(self) -> None:
+            raise ZeroDivisionError
+
+    module = Fails()
+    with pytest.raises(ZeroDivisionError):
+        fit_once(tmp_path, callback, module=module)
+    assert "on_batch_start" not in vars(module.trainer._logger_connector)
+    fit_once(tmp_path, callback)
+    assert [fit.end is not None for fit in read_ledger(tmp_path / "ledger.jsonl").fits] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("switch", "asks", "num_callbacks"), [("0", True, 1), ("0", False, 0), ("1", True, 1), (None, True, 0)]
+)
+def test_a_script_without_the_callback_gets_one(
+    switch: str | None, asks: bool, num_callbacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fault tolerance off, a Trainer still gets the callback if the variable requests a ledger, to be compared."""
+    if switch is not None:
+        monkeypatch.setenv(VARIABLE, switch)
+    if asks:
+        monkeypatch.setenv(LEDGER_VARIABLE, "ledger.jsonl")
+    assert len(callbacks_from_environment()) == num_callbacks
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inner fit is part of the outer fit's hook: its batches are not in the ledger, with the callback on or off."""
+    monkeypatch.setenv(VARIABLE, switch)
+    path = tmp_path / "ledger.jsonl"
+
+    class Nested(Net):
+        def on_train_epoch_end(self) -> None:
+            fit_once(tmp_path, FaultTolerance(tmp_path / "inner", ledger=path), module=Net())
+
+    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), module=Nested())
+    assert [len(fit.of("batch")) for fit in read_ledger(path).fits] == [2]
+
+
+@pytest.mark.slow
+@for_ranks[0]
+@for_ranks[1]
+def test_processes_of_lightning_s_count_the_fits_of_the_script(tmp_path: Path) -> None:
+    """Under ddp_fork each fit has its own processes; the numbers are per script, the files per rank."""
+    path = tmp_path / "ledger.jsonl"
+    callback: Callable[[], Callback] = lambda: FaultTolerance(tmp_path / "saves", ledger=path)  # noqa: E731
+
+    def script() -> None:
+        for _ in range(2):
+            arguments: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork", "limit_val_batches": 0}
+            fit_once(tmp_path, callback(), **arguments)
+
+    ended = run(script)
+    assert ended.exit_code == 0, ended.output
+    for rank in range(2):
+        fits = read_ledger(path_of_rank(str(path), rank)).fits
+        assert [(fit.number, fit.begun["rank"], len(fit.of("batch"))) for fit in fits] == [(1, rank, 2), (2, rank, 2)]
+        assert all(fit.end is not None for fit in fits)

@@ -1,0 +1,100 @@
+"""Deadlines: the values that users may pass, and how long before the deadline the run stops."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.signals import RESERVE_SECONDS, Deadline, checked_deadline
+
+
+def test_kinds_of_deadlines() -> None:
+    """A datetime is a point in time, in local time if it has no zone; a timedelta counts from now."""
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    assert checked_deadline(moment) == moment.timestamp()
+    assert checked_deadline(moment.astimezone(timezone(timedelta(hours=7)))) == moment.timestamp()
+    assert checked_deadline(moment.astimezone().replace(tzinfo=None)) == moment.timestamp()
+    assert checked_deadline(timedelta(hours=1)) == pytest.approx(time.time() + 3600, abs=5)
+    assert checked_deadline(None) is None
+
+
+def test_deadlines_as_text() -> None:
+    """Values from a configuration file mean the same as the Python types that they are printed from."""
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    for text in ("2040-01-02 03:04:05+00:00", "2040-01-02T03:04:05Z", moment.isoformat()):
+        assert checked_deadline(text) == moment.timestamp()
+    assert checked_deadline("2040-01-02 03:04") == datetime(2040, 1, 2, 3, 4).timestamp()
+    for duration in (timedelta(hours=4), timedelta(days=1, minutes=5), timedelta(days=20, seconds=1.5)):
+        assert checked_deadline(str(duration)) == pytest.approx(time.time() + duration.total_seconds(), abs=5)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "error", "message"),
+    [
+        (timedelta(0), ValueError, "deadline must be positive if it is a timedelta"),
+        (3600, TypeError, "deadline must be a datetime or a timedelta, got 3600"),
+        ("12:00", ValueError, "deadline is '12:00', which is neither a time such as"),
+        ("tomorrow", ValueError, "deadline is 'tomorrow', which is neither a time such as"),
+        ("0:00:00", ValueError, "deadline must be positive if it is a timedelta"),
+    ],
+)
+def test_what_is_no_deadline(deadline: Any, error: type[Exception], message: str) -> None:
+    """A number could mean many things, and a past timedelta is a mistake: both are refused at construction."""
+    with pytest.raises(error, match=message):
+        FaultTolerance(deadline=deadline)
+
+
+class Run:
+    """A run on a fake clock that begins at 0 and has a deadline at 1000."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.save_seconds = 0.0
+        self.batch = 0
+        self.deadline = Deadline(
+            1000.0, save_seconds=lambda: self.save_seconds, progress=lambda: self.batch, clock=lambda: self.now
+        )
+
+    def stops_at(self, seconds_a_batch: float) -> float:
+        """Return when it stops if batches take this long; it is checked every second."""
+        began = self.now
+        while not self.deadline.is_near():
+            self.now += 1.0
+            self.batch = int((self.now - began) / seconds_a_batch)
+        return self.now
+
+
+def test_margin_is_a_reserve_a_save_and_a_batch() -> None:
+    """The run stops early enough before its deadline that a batch can end and a save can finish."""
+    run = Run()
+    run.save_seconds = 50.0
+    assert run.stops_at(20.0) == pytest.approx(1000 - RESERVE_SECONDS - 60 - 20, abs=1.5)
+
+
+def test_longest_batch_counts() -> None:
+    """One long batch, or one long pause between two batches, counts from then on."""
+    run = Run()
+    for pause in (1.0, 1.0, 100.0, 1.0):
+        run.now += pause
+        run.batch += 1
+        assert not run.deadline.is_near()
+    assert run.stops_at(1.0) == pytest.approx(1000 - RESERVE_SECONDS - 100, abs=1.5)
+
+
+def test_time_before_the_first_batch_does_not_count() -> None:
+    """How long the run took to begin says nothing about its batches."""
+    run = Run()
+    run.now = 500.0
+    assert run.stops_at(1.0) == pytest.approx(1000 - RESERVE_SECONDS, abs=2.5)
+
+
+def test_deadline_that_has_passed_is_near() -> None:
+    """A run that begins too late stops immediately."""
+    run = Run()
+    run.now = 2000.0
+    assert run.deadline.is_near()
+    assert run.deadline.seconds_left() == -1000.0

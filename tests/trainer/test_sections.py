@@ -1,0 +1,397 @@
+"""What a fit tells its supervisor: the section that it is in, its autosaves, and the batch that has failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.processes import parents_and_states
+from lightning_faulttolerant.supervision import marks as kinds
+from lightning_faulttolerant.supervision.marks import (
+    DIRECTORY_VARIABLE,
+    SECTION_NAMES,
+    Marks,
+    ProcessMarks,
+    TrainingFailure,
+    read_failures,
+    read_marks,
+)
+from lightning_faulttolerant.supervision.watch import SIGNAL
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, fit_net, make_trainer
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory of a supervisor, which ``run`` would have set."""
+    directory = tmp_path / "supervisor"
+    directory.mkdir()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
+    return directory
+
+
+def marks_in(directory: Path) -> ProcessMarks:
+    """Return the marks of this process."""
+    [marks] = [each for each in read_marks(directory) if each.process_id == os.getpid()]
+    return marks
+
+
+class Listens(Callback):
+    """Notes in which section and at which batch its hooks are called."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.heard: list[tuple[Any, ...]] = []
+
+    def _hear(self, hook: str) -> None:
+        marks = marks_in(self.directory)
+        self.heard.append((hook, SECTION_NAMES[marks.section], marks.epoch, marks.batch, marks.evaluated))
+
+    def on_fit_start(self, *_: Any) -> None:
+        self._hear("fit")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._hear("batch")
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._hear("validation batch")
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        self._hear("validation end")
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._hear("save")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._hear("epoch end")
+
+    def on_train_end(self, *_: Any) -> None:
+        self._hear("end")
+
+
+def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
+    """Hooks find themselves in their sections, and after the fit nothing is watched."""
+    listens = Listens(supervisor)
+    protection = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=2)
+    fit_net([protection, listens], tmp_path, max_epochs=1, limit_train_batches=3, num_sanity_val_steps=0)
+    of_epoch = [
+        ("fit", "setup", 0, 0, -1),
+        ("save", "save", 0, 0, -1),
+        ("batch", "first batch", 0, 0, -1),
+        ("batch", "training batch", 0, 1, -1),
+        ("save", "save", 0, 1, -1),
+        ("batch", "training batch", 0, 2, -1),
+        ("validation batch", "evaluation batch", 0, 3, 0),
+        ("validation batch", "evaluation batch", 0, 3, 1),
+        ("validation end", "end of epoch", 0, 3, 1),
+        ("epoch end", "end of epoch", 0, 3, 1),
+        ("end", "end of epoch", 0, 3, 1),
+        ("save", "save", 0, 3, 1),
+    ]
+    assert listens.heard == of_epoch
+    marks = marks_in(supervisor)
+    assert SECTION_NAMES[marks.section] == "outside of a fit"
+    assert marks.saved == (1, 2**62, 0, 0)
+    assert Path(marks.directory).parent == tmp_path / "autosaves"
+
+
+class Notes(Marks):
+    """Marks that remember each section."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.begun: list[str] = []
+
+    def begin(self, section: int) -> None:
+        self.begun.append(SECTION_NAMES[section])
+        super().begin(section)
+
+    def begin_batch(self, section: int, *place: int) -> None:
+        self.begun.append(SECTION_NAMES[section])
+        super().begin_batch(section, *place)
+
+
+@pytest.fixture
+def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the sections that this process marks, in order."""
+    notes = Notes(supervisor)
+    monkeypatch.setattr(kinds, "marks_in", lambda _: notes)
+    return notes.begun
+
+
+def test_no_section_is_marked_before_its_work_begins(tmp_path: Path, sections: list[str]) -> None:
+    """Setup is one section with the sanity check around its batches, and a validation run begins before its batches."""
+    fit_net(protected(tmp_path), tmp_path, max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
+    assert [name for name in sections if name != "save"] == [
+        "setup",
+        "setup",
+        "evaluation batch",
+        "setup",
+        "first batch",
+        "first batch",
+        "end of epoch",
+        "evaluation batch",
+        "evaluation batch",
+        "end of epoch",
+        "end of epoch",
+        "teardown",
+        "outside of a fit",
+    ]
+
+
+class Saves(Callback):
+    """Saves a checkpoint after each batch."""
+
+    def __init__(self, sections: list[str]) -> None:
+        self.sections = sections
+        self.found: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "other.ckpt")
+        self.found.append(self.sections[-1])
+
+
+def test_a_checkpoint_of_other_code_is_a_save(tmp_path: Path, sections: list[str]) -> None:
+    """A large one takes longer than a batch, so it must not count as one."""
+    saves = Saves(sections)
+    fit_net([FaultTolerance(tmp_path / "autosaves"), saves], tmp_path, max_epochs=1, limit_train_batches=2)
+    assert saves.found == ["save", "save"]
+
+
+def test_the_wait_for_the_write_before_is_a_part_of_the_save(
+    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow store makes the next save wait, which is no part of a batch."""
+    found: list[str] = []
+    original = BackgroundWriter.wait
+
+    def wait(writer: BackgroundWriter) -> None:
+        found.append(sections[-1])
+        original(writer)
+
+    monkeypatch.setattr(BackgroundWriter, "wait", wait)
+    callback = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1, async_save=True)
+    fit_net([callback], tmp_path, max_epochs=1)
+    assert len(found) > 5
+    assert set(found) <= {"save", "teardown"}
+
+
+def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
+    """If its run can't be opened, it runs without us, and is no setup of many hours."""
+    (tmp_path / "autosaves").write_text("a file, so no directory can be created")
+    listens = Listens(supervisor)
+    trainer = make_trainer([FaultTolerance(tmp_path / "autosaves"), listens], tmp_path)
+    trainer.validate(Net(), DataLoader(NoisyDataset(8), batch_size=4), verbose=False)
+    assert [heard[:2] for heard in listens.heard] == [
+        ("validation batch", "outside of a fit"),
+        ("validation batch", "outside of a fit"),
+        ("validation end", "outside of a fit"),
+    ]
+
+
+def test_what_fails_at_the_end_leaves_nothing_watched(
+    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while the session closes must not leave a section that never ends."""
+
+    def put_back(_: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(RunFiles, "put_back", put_back)
+    with pytest.raises(ValueError, match="boom"):
+        fit_net(protected(tmp_path), tmp_path, max_epochs=1)
+    assert sections[-1] == "outside of a fit"
+
+
+class Fails(Net):
+    """Raises in a step.
+
+    Args:
+        training: The training batch.
+        validation: The validation batch.
+    """
+
+    def __init__(self, training: int = -1, validation: int = -1) -> None:
+        super().__init__()
+        self.at = {"training": training, "validation": validation}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._fail("training", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._fail("validation", batch_idx)
+        super().validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._fail("validation", batch_idx)
+        return self.layers(batch)
+
+    def _fail(self, stage: str, batch_idx: int) -> None:
+        if batch_idx == self.at[stage]:
+            raise ValueError("boom")
+
+
+class BadSample(NoisyDataset):
+    """One of its samples can't be read."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 13:
+            raise ValueError("boom")
+        return super().__getitem__(index)
+
+
+def failure_of(supervisor: Path, fit: Callable[[], Any]) -> TrainingFailure:
+    """Return what a fit that fails has told."""
+    with pytest.raises(ValueError, match="boom"):
+        fit()
+    [failure] = read_failures(supervisor)
+    return failure
+
+
+def protected(tmp_path: Path) -> list[Callback]:
+    """Return the callback."""
+    return [FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1)]
+
+
+ORDERED = {"batch_size": 4, "shuffle": False}
+
+
+def test_the_batch_of_a_step_is_told(tmp_path: Path, supervisor: Path) -> None:
+    """The failure has the batch, and the indices of its samples."""
+    train = DataLoader(NoisyDataset(20), **ORDERED)
+    found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3), train=train))
+    assert (found.kind, found.text, found.epoch, found.batch, found.evaluated) == ("ValueError", "boom", 0, 3, None)
+    assert found.samples == {"train/0": [12, 13, 14, 15]}
+    assert found.place == "in batch 3 of epoch 0"
+
+
+def test_the_batch_of_a_validation_run_is_told(tmp_path: Path, supervisor: Path) -> None:
+    """It is counted in its run, and the samples are those of the validation loader."""
+    found = failure_of(
+        supervisor,
+        lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(validation=1), num_sanity_val_steps=0),
+    )
+    assert (found.batch, found.evaluated) == (5, 1)
+    assert found.samples == {"validation/0": [4, 5, 6, 7]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_can_not_be_read_is_told(tmp_path: Path, supervisor: Path, num_workers: int) -> None:
+    """The batch is the one that is being fetched, also if workers have fetched ahead."""
+    train = DataLoader(BadSample(20), num_workers=num_workers, **ORDERED)
+    found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, train=train))
+    assert found.batch == 3
+    assert found.samples == {"train/0": [12, 13, 14, 15]}
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+def test_the_batch_of_an_evaluation_is_told(tmp_path: Path, supervisor: Path, is_in_step: bool) -> None:
+    """A step of ``predict`` fails, or a sample of it can't be read: both are the same batch."""
+    loader = DataLoader(NoisyDataset(20) if is_in_step else BadSample(20), **ORDERED)
+    trainer = make_trainer(protected(tmp_path), tmp_path)
+    module = Fails(validation=3 if is_in_step else -1)
+    found = failure_of(supervisor, lambda: trainer.predict(module, loader))
+    assert (found.function, found.evaluated, found.place) == ("predict", 3, "in batch 3 of predict")
+    assert found.samples == {"predict/0": [12, 13, 14, 15]}
+
+
+class RaisesAtStart(Callback):
+    """Raises before the first batch."""
+
+    def on_train_start(self, *_: Any) -> None:
+        raise ValueError("boom")
+
+
+def test_an_exception_before_the_first_batch_has_none(tmp_path: Path, supervisor: Path) -> None:
+    """No batch is accused."""
+    found = failure_of(supervisor, lambda: fit_net([*protected(tmp_path), RaisesAtStart()], tmp_path))
+    assert (found.batch, found.samples, found.place) == (None, {}, "before the first batch of fit")
+
+
+def test_an_exception_that_the_script_has_caught_is_forgotten(tmp_path: Path, supervisor: Path) -> None:
+    """Otherwise it would be the reason for whatever ends the process later."""
+    failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3)))
+    fit_net(protected(tmp_path), tmp_path)
+    assert read_failures(supervisor) == []
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_a_fit_without_room_for_its_marks_runs_unwatched(
+    tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, is_in_run: bool
+) -> None:
+    """A full memory is told, and nothing is left that a watcher could take for a hang."""
+    directory = request.getfixturevalue("supervisor") if is_in_run else tmp_path
+    monkeypatch = request.getfixturevalue("monkeypatch")
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "its marks can't be written: [Errno 28] No space left on device" in caplog.text
+    assert list(read_marks(directory)) == []
+
+
+def test_a_system_without_sessions_runs_unwatched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There, `os.posix_spawn` has no such argument."""
+
+    def spawn(*_: Any, **__: Any) -> int:
+        raise NotImplementedError("setsid")
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    assert "The watcher for hangs could not be started" in caplog.text
+
+
+class LooksAround(Callback):
+    """Notes what watches a fit."""
+
+    def __init__(self) -> None:
+        self.watchers: set[int] = set()
+        self.catches = False
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.watchers |= children()
+        self.catches = catches_the_signal()
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started and that are alive."""
+    parents, states = parents_and_states()
+    return {child for child, parent in parents.items() if parent == os.getpid() and states[child] != "Z"}
+
+
+def catches_the_signal() -> bool:
+    """Return whether this process has a handler for the signal that asks for stacks."""
+    assert SIGNAL is not None
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+
+
+@pytest.mark.parametrize("hang", ["report", None])
+def test_nothing_is_left_after_the_fit(tmp_path: Path, hang: str | None) -> None:
+    """A watcher and a handler are there during the fit if they are asked for, and gone after it."""
+    before, looks = children(), LooksAround()
+    fit_net([FaultTolerance(tmp_path / "autosaves", hang=hang), looks], tmp_path, max_epochs=1)
+    assert looks.catches == bool(hang)
+    assert len(looks.watchers - before) == (1 if hang else 0)
+    assert not catches_the_signal()
+    deadline = time.monotonic() + 30
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children() - before == set()

@@ -1,0 +1,120 @@
+"""SLURM: the job's number, the end of its time, and the message if it can't be queued again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.trainer import stopping
+from lightning_faulttolerant.trainer.identity.starts import start_of_process
+from lightning_faulttolerant.trainer.stopping import asked_end_time, end_time, requeue
+
+
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an ``scontrol`` on the PATH, and return the file to which it writes its arguments."""
+    script = tmp_path / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called.txt\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path / "called.txt"
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        ({"SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
+    ],
+)
+def test_number_of_the_job(environment: dict[str, str], number: str, called: Path) -> None:
+    """A task of an array is queued again by itself, not the whole array."""
+    assert requeue(environment) == ""
+    assert called.read_text() == f"requeue {number}\n"
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"SLURM_JOB_ID": "12; rm -rf /"}, {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "10"}]
+)
+def test_job_without_a_number(environment: dict[str, str], called: Path) -> None:
+    """A value that is not a job number is not passed on."""
+    assert "the job has no number" in requeue(environment)
+    assert not called.exists()
+
+
+def test_scontrol_that_hangs(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that does not answer is not waited for."""
+    (called.parent / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(stopping, "_SCONTROL_SECONDS", 0.2)
+    assert "timed out" in requeue({"SLURM_JOB_ID": "12"})
+
+
+def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
+    """The value is in seconds since 1970; any other value is reported and ignored."""
+    assert end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000.0
+    assert end_time({}) is None
+    assert caplog.text == ""
+    assert end_time({"SLURM_JOB_END_TIME": "tomorrow"}) is None
+    assert "SLURM_JOB_END_TIME is 'tomorrow'" in caplog.text
+
+
+def answer(called: Path, text: str) -> None:
+    """Let ``scontrol`` answer."""
+    with open(called.parent / "scontrol", "a") as script:
+        script.write(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "number"),
+    [
+        ({"SLURM_JOB_ID": "12"}, "12"),
+        # The last task of an array has the array's number: alone, that would name all tasks.
+        ({"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
+    ],
+)
+def test_end_that_slurm_is_asked_for(environment: dict[str, str], number: str, called: Path) -> None:
+    """The end comes in seconds since 1970, whatever the time zone is."""
+    end = int(time.time()) + 100
+    answer(called, f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "JobId=12 StartTime=1 EndTime={end} Deadline=N/A"')
+    assert asked_end_time(environment) == end
+    assert called.read_text() == f"--oneliner show job {number}\n"
+
+
+def test_a_name_of_any_bytes_hides_no_end(called: Path) -> None:
+    """The name of a job or a directory need not be UTF-8."""
+    end = int(time.time()) + 100
+    answer(called, rf"printf 'JobName=caf\351 EndTime={end}\n'")
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) == end
+
+
+@pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])
+def test_end_that_slurm_does_not_know(end: str, called: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A job without a limit has no end, and one that may exceed its limit has an end that has passed."""
+    answer(called, f'echo "JobId=12 EndTime={end}"')
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert caplog.text == ""
+
+
+def test_end_that_can_not_be_asked_for(
+    called: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of a job, and without ``scontrol``, nothing is asked. A failure is logged."""
+    assert asked_end_time({}) is None
+    assert not called.exists()
+    answer(called, "echo no controller >&2; exit 1")
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert "show job 12 ended with 1: no controller: the end of the job is not known" in caplog.text
+    (called.parent / "scontrol").unlink()
+    caplog.clear()
+    monkeypatch.setenv("PATH", str(called.parent))
+    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert caplog.text == ""
+
+
+def test_job_that_is_queued_again_is_the_same_run() -> None:
+    """A requeued job keeps its command, so it finds its autosaves, whatever SLURM says about its restart."""
+    first = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12"}).run_id
+    again = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}).run_id
+    assert first == again
