@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts backgrou
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-_LAWS = "tests/law/"
+_SIGNS = "_SIGNS_OF_SLOW_TESTS in tests/harness/durations.py"
 _CLIENTS = (("s3fs", "S3FileSystem"), ("adlfs", "AzureBlobFileSystem"), ("gcsfs", "GCSFileSystem"))
 _PART_BYTES = 5 * 1024 * 1024
 
@@ -66,6 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(same):
             if _is_slow(number, len(same)):
                 item.add_marker(pytest.mark.slow)
+    assert_slow_tests_are_found(items)
     if config.getoption("--on-oldest"):
         items[:] = oldest.select(items)
     if config.getoption("--one-of-each-law"):
@@ -75,8 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = {item.nodeid.partition("::")[0]: item for item in fast}.values()
 
 
+def assert_slow_tests_are_found(items: list[pytest.Item]) -> None:
+    """Refuse slow tests in a file that `make slow` leaves out."""
+    files = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    lost = sorted(file.name for file in files if not durations.may_have_slow_tests(file))
+    if lost:
+        raise pytest.UsageError(f"These files seem to have no slow tests, but have: {', '.join(lost)}. See {_SIGNS}.")
+
+
 def _is_law(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(_LAWS)
+    return item.nodeid.startswith(durations.LAWS)
 
 
 def _is_slow(number: int, count: int) -> bool:

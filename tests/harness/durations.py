@@ -19,6 +19,9 @@ from lightning_faulttolerant.testing.exactness import NotTheSame
 RECORDED = Path(__file__).parent.parent / "durations.json"
 LIMIT_SECONDS = 10.0
 """A fast test that takes longer fails, unless its mark gives the reason: ``@pytest.mark.takes_long("why")``."""
+LAWS = "tests/law/"
+_SIGNS_OF_SLOW_TESTS = ("slow", "any_url", "remote_url", "object_states")
+"""The mark, fixtures that have it for some stores, and the module that has it for some faults."""
 _TRAINING_SECONDS = 0.5
 _PRESSURE = Path("/proc/pressure/cpu")
 
@@ -159,6 +162,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def _may_take_long(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("takes_long")
     return item.get_closest_marker("slow") is not None or (mark is not None and bool(mark.args))
+
+
+def may_have_slow_tests(file: Path) -> bool:
+    """Return whether a file can have slow tests. To start pytest only to find none takes 0.15 s of processor time.
+
+    tests/conftest.py marks some cases of laws, and refuses a slow test in a file for which this returns False.
+    """
+    text = file.read_text()
+    return LAWS in file.as_posix() or any(sign in text for sign in _SIGNS_OF_SLOW_TESTS)
 
 
 def shortest_tests() -> set[str]:

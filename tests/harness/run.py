@@ -271,6 +271,8 @@ def main() -> int:
     options += ["-m", arguments.mark] if arguments.mark else []
     files = find_files(paths)
     kind = "slow" if arguments.mark == "slow" else "fast"
+    if kind == "slow":
+        files = {file: found for file, found in files.items() if durations.may_have_slow_tests(ROOT / file)}
     with _directory() as directory:
         _get_ready()
         suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory, num_again=arguments.again)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
 from tests.harness import durations
 from tests.harness.durations import CalmSeconds, Report, longest_first, record
 
@@ -105,3 +107,36 @@ def test_time_in_which_others_have_the_processor_does_not_count(tmp_path: Path) 
     seconds = CalmSeconds(pressure)
     pressure.write_text("some avg10=0.00 avg60=0.00 avg300=0.00 total=61000000\nfull total=0\n")
     assert seconds() < 0
+
+
+class Item:
+    """The parts of `pytest.Item` that are needed."""
+
+    def __init__(self, path: Path, mark: str) -> None:
+        self.path = path
+        self._mark = mark
+
+    def get_closest_marker(self, name: str) -> str | None:
+        """Return a mark."""
+        return name if name == self._mark else None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "may_have"),
+    [
+        ("test_a.py", "def test_a(): pass", False),
+        ("test_a.py", "@pytest.mark.slow\ndef test_a(): pass", True),
+        ("test_a.py", "def test_a(any_url): pass", True),
+        ("tests/law/test_a.py", "def test_a(): pass", True),
+    ],
+)
+def test_files_without_slow_tests_are_left_out(name: str, text: str, may_have: bool, tmp_path: Path) -> None:
+    """A file that `make slow` leaves out must have no slow test: the suite refuses one."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert durations.may_have_slow_tests(path) == may_have
+    conftest.assert_slow_tests_are_found([Item(path, "takes_long")])  # type: ignore[list-item]
+    refused = contextlib.nullcontext() if may_have else pytest.raises(pytest.UsageError, match=r"test_a\.py")
+    with refused:
+        conftest.assert_slow_tests_are_found([Item(path, "slow")])  # type: ignore[list-item]

@@ -41,6 +41,22 @@ def test_first_fast_case_of_a_file() -> None:
     assert select(*items) == [f"{file}::test_a[0]", f"{file}::test_a[1]"]
 
 
+def test_laws_of_a_file_that_depend_on_lightning() -> None:
+    """Of a file of which one case is enough, these laws run too."""
+    file = "tests/law/test_loaders.py"
+    items = [Item(f"{file}::test_{name}[{number}]") for name in ("shuffled", "drop_last") for number in "12"]
+    also = [Item(f"{file}::test_prefetching_far_ahead[{number}]") for number in "12"]
+    assert select(*items, *also) == [f"{file}::test_shuffled[1]", f"{file}::test_prefetching_far_ahead[1]"]
+
+
+@pytest.mark.parametrize("law", sorted(oldest.ALSO))
+def test_such_laws_are_there(law: str) -> None:
+    """A renamed one would not run."""
+    file, _, name = law.partition("::")
+    assert file in oldest.ONE_CASE_OF_THE_FILE
+    assert f"def {name}(" in (ROOT / file).read_text()
+
+
 def test_first_fast_case_of_each_law() -> None:
     """One case of each law runs."""
     file = "tests/law/test_model.py"

@@ -164,11 +164,11 @@ def assert_continues(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("batch", [0, 3, 4, 5, 7])
+@pytest.mark.parametrize("batches", [(0, 4, 7), (3, 5)], ids=str)
 @pytest.mark.parametrize("function", EVALUATIONS)
-def test_struck(function: str, batch: int, signum: int, tmp_path: Path) -> None:
+def test_struck(function: str, batches: tuple[int, ...], signum: int, tmp_path: Path) -> None:
     """Results, metrics, lists, draws, and logged rows are those of the uninterrupted script."""
-    assert_continues(evaluation(function), tmp_path, Strike(function, batch, signum))
+    assert_continues(evaluation(function), tmp_path, *(Strike(function, batch, signum) for batch in batches))
 
 
 @pytest.mark.parametrize("function", EVALUATIONS)

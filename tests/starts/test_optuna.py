@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 
 from tests.starts.started import NUM_BATCHES, STOPPED, Project, Started, continues, plain
@@ -14,6 +15,12 @@ OPTIONS = [(), ("--hyperparameters",), ("--seed",), ("--hyperparameters", "--see
 
 STALE_SECONDS = 3.5
 """The time after which Optuna takes a trial of the study for dead."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import SQLAlchemy and Alembic, which a storage does, in the process from which the scripts are forked."""
+    optuna.storages.RDBStorage("sqlite:///:memory:").remove_session()
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.process import without_collections
 
 
 @pytest.fixture
-def _with_collections() -> Iterator[None]:
+def _with_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Collect garbage as Python does by default, and as before after the test."""
+    monkeypatch.setattr(process, "_found_frozen", False)
     was_enabled, thresholds, num_frozen = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
     gc.unfreeze()
     gc.enable()
@@ -53,3 +55,14 @@ def test_frozen_objects_stay_frozen() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() >= num_frozen * 0.9  # some of them may be gone
     gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_with_collections")
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count a million frozen objects takes 0.1 s, so a process that has found some does not count them again."""
+    counts = [0, 1000]
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.pop(0))
+    for _ in range(4):
+        with without_collections():
+            pass
+    assert counts == []
