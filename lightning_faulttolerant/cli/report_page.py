@@ -46,7 +46,7 @@ def short_duration(seconds: float) -> str:
         seconds: From 0.
 
     Example:
-        >>> [duration_text(seconds) for seconds in (0, 0.0123, 1.25, 59.96, 3599.6, 86399.0, 200_000)]
+        >>> [short_duration(seconds) for seconds in (0, 0.0123, 1.25, 59.96, 3599.6, 86399.0, 200_000)]
         ['0 s', '12 ms', '1.2 s', '60 s', '1h 00m', '24h 00m', '2d 08h']
     """
     if seconds < 0.0005:

@@ -333,7 +333,7 @@ def skips_in_words(skip: Skip) -> str:
     """Return the name of a batch in a message.
 
     Example:
-        >>> in_words((3, 17))
+        >>> skips_in_words((3, 17))
         'batch 17 of epoch 3'
     """
     return f"batch {skip[1]} of epoch {skip[0]}"

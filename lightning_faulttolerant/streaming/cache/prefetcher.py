@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from lightning_faulttolerant.errors import CacheLimitError
@@ -214,6 +215,14 @@ class _UpcomingShards:
         return error
 
 
+@dataclass(kw_only=True, slots=True)
+class _ShardFetches:
+    """The shards that threads are fetching now, and the errors of those that could not be fetched."""
+
+    in_flight: set[Key] = field(default_factory=set)
+    errors: dict[Key, Exception] = field(default_factory=dict)
+
+
 @final
 class _Work:
     """The state that the threads share. They must not refer to their Prefetcher, or it would never be garbage."""
@@ -236,8 +245,7 @@ class _Work:
         self._changed = threading.Condition()
         self._wanted: Key | None = None
         self._makes_way = False
-        self._in_flight: set[Key] = set()
-        self._errors: dict[Key, Exception] = {}
+        self._fetches = _ShardFetches()
         self._unsealed: deque[tuple[ShardCache, int]] = deque()
 
     def run(self) -> None:
@@ -270,12 +278,12 @@ class _Work:
         """Return the error of a shard, once no thread is fetching it. Each error is returned once."""
         with self._changed:
             self._wanted = key
-            while key in self._in_flight and not self.stop.is_set():
+            while key in self._fetches.in_flight and not self.stop.is_set():
                 self._changed.notify_all()
                 self._changed.wait(_LOOK_SECONDS)
             self._wanted = None
             error = self._plan.take_error()
-            return self._errors.pop(key, None) or error
+            return self._fetches.errors.pop(key, None) or error
 
     def let_go(self, key: Key) -> None:
         """Release a shard that was fetched ahead."""
@@ -340,16 +348,16 @@ class _Work:
         with self._changed:
             while self._makes_way and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS)
-            if need.position < self.position or key in self._in_flight or key in self._held:
+            if need.position < self.position or key in self._fetches.in_flight or key in self._held:
                 return  # a reader that passed it has had it: another fetch would evict shards that are still needed
-            self._in_flight.add(key)
+            self._fetches.in_flight.add(key)
             cache = self._held.hold(need)
         try:
             while not self._fetched(cache, key):
                 pass
         finally:
             with self._changed:
-                self._in_flight.discard(key)
+                self._fetches.in_flight.discard(key)
                 self._changed.notify_all()
 
     def _fetched(self, cache: ShardCache, key: Key) -> bool:
@@ -364,7 +372,7 @@ class _Work:
                 self._held.release(key)  # the reader goes first, and raises if there is no room
         except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard
             with self._changed:
-                self._errors[key] = error
+                self._fetches.errors[key] = error
                 self._held.release(key)
         return True
 
