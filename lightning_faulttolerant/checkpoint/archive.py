@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol, final
 
-from lightning_faulttolerant.checkpoint.checked_file import TOO_SHORT, Content, content_damage
+from lightning_faulttolerant.checkpoint.checked_file import TOO_SHORT, RecordContent, content_damage
 
 # As torch.save: https://github.com/pytorch/pytorch/blob/main/caffe2/serialize/inline_container.cc
 _PREFIX = "archive/"
@@ -188,7 +188,7 @@ _LEGACY_MAGIC_WITHIN_BYTES = 32
 _LARGE_BYTES = 1 << 16
 
 
-def find_damage(file: IO[bytes], *, without: str | None = None, later: list[Content] | None = None) -> str | None:
+def find_damage(file: IO[bytes], *, without: str | None = None, later: list[RecordContent] | None = None) -> str | None:
     """Read a whole ``torch.save`` file, in chunks of 8 MiB, and return what is wrong with it.
 
     In a zip file that was written without checksums (``has_checksums``), everything except the contents is compared.
@@ -274,7 +274,7 @@ def _check_records(
     *,
     directory_offset: int,
     without: str | None,
-    later: list[Content] | None,
+    later: list[RecordContent] | None,
 ) -> None:
     file.seek(0)
     ends = [record.header_offset for record in records[1:]] + [directory_offset]
@@ -332,8 +332,8 @@ def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) 
     _demand(damage is None or (not checksum and damage != TOO_SHORT), damage or "")
 
 
-def _content(record: zipfile.ZipInfo, *, offset: int) -> Content:
-    return Content(name=record.filename, offset=offset, num_bytes=record.file_size, crc32=record.CRC)
+def _content(record: zipfile.ZipInfo, *, offset: int) -> RecordContent:
+    return RecordContent(name=record.filename, offset=offset, num_bytes=record.file_size, crc32=record.CRC)
 
 
 def _holds_values(record: zipfile.ZipInfo) -> bool:

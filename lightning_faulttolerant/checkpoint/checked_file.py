@@ -58,7 +58,7 @@ TOO_SHORT = "it ends too early"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class RecordContent:
     """The values of a tensor in a file.
 
     Args:
@@ -80,7 +80,7 @@ class Content:
         return f"record {self.name} has CRC32 {crc:08x}, but was written with {self.crc32:08x}"
 
 
-def content_damage(file: IO[bytes], content: Content) -> str | None:
+def content_damage(file: IO[bytes], content: RecordContent) -> str | None:
     """Read a content and return what is wrong with it, or None.
 
     Args:
@@ -111,7 +111,7 @@ class CheckedFile(io.RawIOBase):
         contents: The contents that are still to be compared.
     """
 
-    def __init__(self, file: IO[bytes], contents: Iterable[Content]) -> None:
+    def __init__(self, file: IO[bytes], contents: Iterable[RecordContent]) -> None:
         super().__init__()
         self._file = file
         self._left = {content.offset: content for content in contents}
@@ -159,7 +159,7 @@ class CheckedFile(io.RawIOBase):
             self._error = error  # torch may raise another one
             raise
 
-    def _read(self, room: memoryview, content: Content) -> int:
+    def _read(self, room: memoryview, content: RecordContent) -> int:
         crc, num_done = 0, 0
         while num_done < len(room):
             chunk = room[num_done : num_done + _CHUNK_BYTES]

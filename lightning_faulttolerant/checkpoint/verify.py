@@ -21,7 +21,7 @@ import torch
 
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
-from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, Content
+from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, RecordContent
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.joined_file import JoinedFile, find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import Verification, describe_damage
@@ -122,7 +122,7 @@ def load_file(
     with contextlib.ExitStack() as stack:
         # One open file for both steps: the loaded bytes are the verified ones, even if another process puts a new file
         # at the path in between.
-        later: list[Content] = []
+        later: list[RecordContent] = []
         with damage_named(path):
             file = stack.enter_context(opened_whole(path, local_copy))
             verification = verify_open_file(path, file, later=None if isinstance(file, JoinedFile) else later)
@@ -245,7 +245,7 @@ def verify_open_file(
     file: IO[bytes],
     *,
     without: str | None = None,
-    later: list[Content] | None = None,
+    later: list[RecordContent] | None = None,
 ) -> Verification:
     """Verify an open checkpoint file, as `verify_file` does.
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_faulttolerant.checkpoint import checked_file, ranks, verify
 from lightning_faulttolerant.checkpoint.archive import find_damage
-from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, Content
+from lightning_faulttolerant.checkpoint.checked_file import CheckedFile, RecordContent
 from lightning_faulttolerant.checkpoint.ranks import RankReader
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
@@ -24,11 +24,11 @@ class Own:
     """An object that weights_only=True refuses."""
 
 
-def saved(path: Path, **more: object) -> list[Content]:
+def saved(path: Path, **more: object) -> list[RecordContent]:
     """Save two large tensors, one of them shared, and a small one; return the large contents."""
     large = torch.arange(LARGE)
     torch.save({"a": large, "view": large[5:], "b": torch.rand(LARGE), "small": torch.ones(3), **more}, path)
-    later: list[Content] = []
+    later: list[RecordContent] = []
     with path.open("rb") as file:
         assert find_damage(file, later=later) is None
     assert [content.num_bytes for content in later] == [8 * LARGE, 4 * LARGE]

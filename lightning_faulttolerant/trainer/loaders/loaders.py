@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -56,7 +55,6 @@ from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
 _log = logging.getLogger(__name__)
 
 TRAIN, VALIDATION = "train", "validation"
-_NONE: Mapping[str, object] = MappingProxyType({})
 
 
 class Loaders:
@@ -349,7 +347,7 @@ class Loaders:
                 iterations[place] = (iteration, iteration.num_out if iteration else 0)
                 if tracker.held.paths:
                     held[place] = tracker.held.state_dict()
-        own = self._own_states() if self._known.own else _NONE
+        own = self._own_states() if self._known.own else {}
         content = iterations, compat.combined_state(self._trainer), look(), held, own
         self.prefetches.note(tuple.__new__(PrefetchState, content))
 

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from lightning_faulttolerant.streaming.cache.locks import locked
 
-from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, shard_files
+from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, directory, shard_files
+from lightning_faulttolerant.streaming.cache.directory import MARK_SUFFIX, MARKS_DIRECTORY, locked
 from tests.streaming.cache.children import wait_for
 from tests.streaming.cache.remotes import HASH, Data, assert_tidy, assert_whole, cache_of, flaky, make_data
 
 SHARD = "shard.00001.mds"
-MARK = Path(shard_files.MARKS_DIRECTORY, SHARD + shard_files.MARK_SUFFIX)
+MARK = Path(MARKS_DIRECTORY, SHARD + MARK_SUFFIX)
 
 
 def checksum(directory: Path) -> str:
@@ -67,7 +67,7 @@ def test_a_shard_without_a_checksum_does_not_outlive_a_boot(
     """After a reboot, nothing could show that its content was lost, so it is fetched again."""
     data = make_data()
     fetch(data, tmp_path, is_sealed_later=is_sealed_later)
-    monkeypatch.setattr(shard_files, "this_boot", lambda: "the next")
+    monkeypatch.setattr(directory, "this_boot", lambda: "the next")
     assert asked_by_next_run(data, tmp_path) == [SHARD] * (not is_sealed_later)
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_sealed_that_another_process_is_replacing(tmp_path: Path) -> 
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote)
         cache.fetch(1, is_sealed=False)
-        lock = str(tmp_path / MARK).removesuffix(shard_files.MARK_SUFFIX) + shard_files.LOCK_SUFFIX
+        lock = str(tmp_path / MARK).removesuffix(MARK_SUFFIX) + shard_files.LOCK_SUFFIX
         with locked(lock, 0):
             cache.seal(1)
         assert checksum(tmp_path) == ""
@@ -157,7 +157,7 @@ def test_checksums_wait_for_the_first_batch(tmp_path: Path, monkeypatch: pytest.
             wait_for(lambda: len(read) == num_shards)
             wait_for(lambda: checksum(tmp_path))
         monkeypatch.undo()
-        monkeypatch.setattr(shard_files, "this_boot", lambda: "the next")
+        monkeypatch.setattr(directory, "this_boot", lambda: "the next")
         assert_whole(cache_of(data, tmp_path, remote), data)
 
 
