@@ -249,8 +249,7 @@ class Budget:
         wait = self._soon_seconds
         if self.failures.number and self.failures.save_seconds is not None:
             wait = min(wait, self._wait(self.failures.save_seconds))
-        self.capture_at = now = self._clock()  # at the next boundary: this state is saved
-        self.save_at = at = now + wait
+        self.save_at = at = self._clock() + wait
         self._due = _Due(warm_up=at, paced=at, latest=at)
 
     def spend_on_save(self, began: float) -> float:
