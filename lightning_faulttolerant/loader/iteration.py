@@ -29,7 +29,7 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.samplers import state_of
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerStart, WorkerState, unpack_worker_state
 
-_KEPT_STATES = 4  # the trainer is at most one batch behind the batches yielded
+_KEPT_STATES = 4  # of the batches yielded, at most the last one is not trained yet
 
 
 class IterationOwner:

@@ -95,7 +95,7 @@ class _AnnouncedBatches(Iterator[object]):
         return next(self._batches)
 
 
-_KEPT_FETCHES = 4  # the trainer is at most one batch behind what was fetched
+_KEPT_FETCHES = 4  # of the batches fetched, at most the last one is not trained yet
 
 
 def keeps_own_state(loader: object) -> bool:

@@ -37,7 +37,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
-_KEPT_DIGESTS = 8  # the trainer is at most one batch behind what was fetched
+_KEPT_DIGESTS = 8  # of the batches fetched, at most the last one is not trained yet
 
 
 @dataclass(kw_only=True, slots=True)

@@ -421,7 +421,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
 def _continues_equal(mismatch: Mismatch) -> bool:
     """Return whether the weights are the same in everything that follows the mismatch."""
     if any(event.kind in STEPS for event in mismatch.expected_next):
-        return mismatch.num_batches_equal_behind > 0
+        return mismatch.num_batches_equal_after > 0
     ends = [
         next((event for event in events if event.kind == ledger.END), None)
         for events in (mismatch.expected_next, mismatch.found_next)

@@ -69,7 +69,7 @@ class Mismatch:
         return self.found.process if self.found is not None else -1
 
     @property
-    def num_batches_equal_behind(self) -> int:
+    def num_batches_equal_after(self) -> int:
         """The number of following batches that are equal in everything a step depends on and produces."""
         number = 0
         pairs = zip(_batches(self.expected_next), _batches(self.found_next), strict=False)
