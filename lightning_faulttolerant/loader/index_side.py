@@ -426,7 +426,7 @@ class IndexSide:
         states = self.states
         aside = states.now()
         states.restore(parked.moment)
-        before = states.states()
+        before = states_now(states.held)
         try:
             return next(indices)
         finally:

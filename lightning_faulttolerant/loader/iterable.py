@@ -36,7 +36,7 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
-_KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
+_KEPT_POSITIONS = 4  # of the batches fetched, at most the last one is not trained yet
 _OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
                   "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
 
@@ -100,14 +100,13 @@ class IterableRecord:
 
     def position(self) -> Position:
         """Return the position of the iteration."""
-        return self.mark().position()
+        return self._mark().position()
 
     def note_position(self) -> None:
         """Keep the position of the iteration for `position_after`."""
-        self.positions.append((self.num_batches, self.mark()))
+        self.positions.append((self.num_batches, self._mark()))
 
-    def mark(self) -> _Mark:
-        """Return what the position consists of now."""
+    def _mark(self) -> _Mark:
         content = (
             self.way,
             self.start,
@@ -362,12 +361,11 @@ class IterableSide(IterableDataset[Any]):
         record = self._current.record
         if record is not None:
             self._current.record = None
-            if record.batch_begun is not None:
-                self._note_draws(record)
+            self._note_draws(record)
             record.num_left = 0
             record.num_batches += 1
             if self._worker_states is None:
-                record.positions.append((record.num_batches, record.mark()))
+                record.note_position()
         return collate_fn(samples)
 
     def _note_draws(self, record: IterableRecord) -> None:

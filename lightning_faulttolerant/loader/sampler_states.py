@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.index_record import IndexPlan, NotKept, RandomStates, pack_indices, states_now
+from lightning_faulttolerant.loader.index_record import IndexPlan, NotKept, RandomStates, pack_indices
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.samplers import (
     DrawLog,
@@ -77,10 +77,6 @@ class SamplerStates:
     def now(self) -> RandomStates:
         """Return the current random states."""
         return RandomStates(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=self._epochs())
-
-    def states(self) -> Mapping[str, bytes]:
-        """Return the current states of all generators by name."""
-        return states_now(self.held)
 
     def at_start(self, before: RandomStates | None = None) -> RandomStates:
         """Return those current states that the sampler may draw from when it starts.

@@ -121,17 +121,10 @@ def _view(address: int, num_bytes: int) -> memoryview:
 
 
 class StateMemory(Protocol):
-    """The memory of one generator.
-
-    ``mark`` and ``mark_of_gauss`` are the bytes of ``marked`` and ``marked_gauss`` when the state was last read. If
-    these are the same, so is the state.
-    """
+    """The memory of one generator. ``views`` are its parts that show a change: if these are the same, the state is."""
 
     generator: Any
-
-    @property
-    def views(self) -> tuple[memoryview, ...]:
-        """The parts of the memory that show a change."""
+    views: tuple[memoryview, ...]
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""
@@ -156,21 +149,18 @@ class PythonMemory:
         index: Where its index is, right before or right after the words.
     """
 
-    __slots__ = ("_blob", "_image", "_is_index_first", "_memory", "gauss", "generator", "mark", "marked")
+    __slots__ = ("_blob", "_image", "_is_index_first", "_mark", "_memory", "gauss", "generator", "views")
 
     def __init__(self, generator: random.Random, words: int, index: int) -> None:
         self.generator: Any = generator
         self._is_index_first = index < words
         self._memory = _view(id(generator) + min(words, index), _WORDS_BYTES + _INDEX_BYTES)
         num_bytes = _MARKED_BYTES + _INDEX_BYTES
-        self.marked = self._memory[:num_bytes] if self._is_index_first else self._memory[-num_bytes:]
-        self.mark = self._blob = self._image = b""
+        self.views: tuple[memoryview, ...] = (
+            self._memory[:num_bytes] if self._is_index_first else self._memory[-num_bytes:],
+        )
+        self._mark = self._blob = self._image = b""
         self.gauss: float | None = None
-
-    @property
-    def views(self) -> tuple[memoryview, ...]:
-        """The part of the memory that shows a change. The cached Gaussian is an attribute."""
-        return (self.marked,)
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""
@@ -178,12 +168,9 @@ class PythonMemory:
 
     def state(self) -> bytes:
         """Return the state as `packing.pack_random` does: the same object, if it has not changed since."""
-        if self.marked.tobytes() != self.mark or self.generator.gauss_next is not self.gauss:
-            self.mark, self.gauss, self._image = (
-                self.marked.tobytes(),
-                self.generator.gauss_next,
-                self._memory.tobytes(),
-            )
+        mark = b"".join(self.views)
+        if mark != self._mark or self.generator.gauss_next is not self.gauss:
+            self._mark, self.gauss, self._image = mark, self.generator.gauss_next, self._memory.tobytes()
             at, gauss, image = _INDEX_BYTES if self._is_index_first else 0, self.gauss, self._image
             words, index = image[at : at + _WORDS_BYTES], image[:at] + image[at + _WORDS_BYTES :]
             self._blob = words + index + _GAUSS.pack(gauss is not None, 0.0 if gauss is None else gauss)
@@ -212,13 +199,12 @@ class NumpyMemory:
         "_at",
         "_blob",
         "_image",
+        "_mark",
         "_memory",
+        "_tail",
         "bits",
         "generator",
-        "mark",
-        "mark_of_gauss",
-        "marked",
-        "marked_gauss",
+        "views",
     )
 
     def __init__(self, generator: Any, flag: int, gauss: int) -> None:
@@ -226,14 +212,9 @@ class NumpyMemory:
         first, end = min(flag, gauss), max(flag + 4, gauss + _DOUBLE.size)
         self._at = (flag - first, gauss - first)
         self._memory = _view(self.bits.ctypes.state_address, _WORDS_BYTES + _INDEX_BYTES)
-        self.marked = self._memory[-_MARKED_BYTES - _INDEX_BYTES :]
-        self.marked_gauss = _view(id(generator) + first, end - first)
-        self.mark = self.mark_of_gauss = self._image = self._blob = b""
-
-    @property
-    def views(self) -> tuple[memoryview, ...]:
-        """The parts of the memory that show a change."""
-        return self.marked, self.marked_gauss
+        self._tail = _view(id(generator) + first, end - first)
+        self.views: tuple[memoryview, ...] = self._memory[-_MARKED_BYTES - _INDEX_BYTES :], self._tail
+        self._mark = self._image = self._blob = b""
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory, and no other bit generator."""
@@ -241,16 +222,19 @@ class NumpyMemory:
 
     def state(self) -> bytes:
         """Return the state as `packing.pack_numpy` does: the same object, if it has not changed since."""
-        if self.marked.tobytes() != self.mark or self.marked_gauss.tobytes() != self.mark_of_gauss:
-            self.mark, self.mark_of_gauss = self.marked.tobytes(), self.marked_gauss.tobytes()
-            self._image, tail = self._memory.tobytes(), self.mark_of_gauss
+        mark = b"".join(self.views)
+        if mark != self._mark:
+            self._mark, self._image, tail = mark, self._memory.tobytes(), self._saved_tail(mark)
             flag, gauss = self._at
             self._blob = b"M%b%b%b" % (self._image, tail[flag : flag + 4], tail[gauss : gauss + _DOUBLE.size])
         return self._blob
 
     def save(self) -> tuple[bytes, bytes]:
         """Return the state as it was in the last call of `state`, for `restore`."""
-        return self._image, self.mark_of_gauss
+        return self._image, self._saved_tail(self._mark)
+
+    def _saved_tail(self, mark: bytes) -> bytes:
+        return mark[-len(self._tail) :]
 
     def restore(self, saved: tuple[bytes, bytes]) -> None:
         """Set the generator to a state of `save`. If it has another bit generator now, NumPy's setter decides."""
@@ -258,7 +242,7 @@ class NumpyMemory:
         with self.bits.lock:
             self._memory[:] = image
         if self.is_current():
-            self.marked_gauss[:] = tail
+            self._tail[:] = tail
         else:
             flag, gauss = self._at
             cached = {"has_gauss": tail[flag], "gauss": _DOUBLE.unpack_from(tail, gauss)[0]}
@@ -277,14 +261,12 @@ class TorchMemory:
 
     __slots__ = (
         "_blob",
+        "_mark",
         "_state",
         "address",
         "generator",
-        "mark",
-        "mark_of_gauss",
-        "marked",
-        "marked_gauss",
         "pointer",
+        "views",
     )
 
     def __init__(self, generator: torch.Generator, parts: tuple[tuple[int, int], tuple[int, int]]) -> None:
@@ -292,14 +274,9 @@ class TorchMemory:
         self.pointer = _view(id(generator) + _POINTER_AT, _POINTER_BYTES)
         self.address = self.pointer.tobytes()
         address = int.from_bytes(self.address, "little")
-        self.marked, self.marked_gauss = (_view(address + first, num_bytes) for first, num_bytes in parts)
-        self.mark = self.mark_of_gauss = self._blob = b""
+        self.views: tuple[memoryview, ...] = tuple(_view(address + first, num_bytes) for first, num_bytes in parts)
+        self._mark = self._blob = b""
         self._state: torch.Tensor | None = None
-
-    @property
-    def views(self) -> tuple[memoryview, ...]:
-        """The parts of the memory that show a change."""
-        return self.marked, self.marked_gauss
 
     def is_current(self) -> bool:
         """Return whether the generator still has this memory."""
@@ -307,8 +284,9 @@ class TorchMemory:
 
     def state(self) -> bytes:
         """Return the state as `packing.pack_torch` does: the same object, if it has not changed since."""
-        if self.marked.tobytes() != self.mark or self.marked_gauss.tobytes() != self.mark_of_gauss:
-            self.mark, self.mark_of_gauss = self.marked.tobytes(), self.marked_gauss.tobytes()
+        mark = b"".join(self.views)
+        if mark != self._mark:
+            self._mark = mark
             self._state = state = self.generator.get_state()
             self._blob = ctypes.string_at(state.data_ptr(), state.nbytes)
         return self._blob

@@ -162,6 +162,10 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
 SavedGlobals = Sequence[tuple[str, StateMemory | None, Any]]
 
 
+def _numpy_random() -> ModuleType | None:
+    return sys.modules.get("numpy.random")
+
+
 class _WatchedGenerators:
     """What a look compares: if all of this is the same, so are the states. Without generators, it is always different.
 
@@ -181,7 +185,7 @@ class _WatchedGenerators:
         self, python: PythonMemory | None = None, numpy: NumpyMemory | None = None, of_torch: TorchMemory | None = None
     ) -> None:
         self.of = python, numpy, of_torch
-        self.numpy_random = sys.modules.get("numpy.random")
+        self.numpy_random = _numpy_random()
         self.numpy: Any = None if numpy is None else numpy.generator
         self.bits = None if numpy is None else numpy.bits
         self.views: Sequence[memoryview] = ()
@@ -254,7 +258,7 @@ class _GlobalGenerators:
         found = self.memories()
         memories = self._python, self._numpy, self._torch
         # Before the states are read: another thread may draw in between.
-        if self._watch.of == memories and self._watch.numpy_random is sys.modules.get("numpy.random"):
+        if self._watch.of == memories and self._watch.numpy_random is _numpy_random():
             self._watch.renew()
         else:
             self._watch = _WatchedGenerators(*memories)
@@ -315,10 +319,6 @@ def restore_globals(saved: SavedGlobals) -> None:
             set_rng_state({name: state})
         else:
             memory.restore(state)
-
-
-def _numpy_random() -> ModuleType | None:
-    return sys.modules.get("numpy.random")
 
 
 def _set_numpy(state: dict[str, object]) -> None:
