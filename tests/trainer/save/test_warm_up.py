@@ -64,7 +64,7 @@ def test_resume_imports_after_its_first_batch(tmp_path: Path, monkeypatch: pytes
     forget_imports(monkeypatch)
 
     def main(file: Path) -> None:
-        callbacks = [FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1), Imported(file)]
+        callbacks = [FaultTolerance(tmp_path / "autosaves", every_n_train_steps=2), Imported(file)]
         fit_net(callbacks, tmp_path, max_epochs=2)
 
     run(partial(main, tmp_path / "fresh"))
