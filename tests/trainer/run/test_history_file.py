@@ -12,7 +12,7 @@ from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, VALIDATION, RunHistory
 from lightning_faulttolerant.records.lines import parse_lines
-from lightning_faulttolerant.records.shortening import shortened, text_of
+from lightning_faulttolerant.trainer.run.history_file import shortened, text_of
 from tests.records.made import Story, stories
 
 
