@@ -27,7 +27,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.verify import (
     CONTAINERS,
@@ -453,9 +452,9 @@ class _ReferencePickler(pickle.Pickler):
         super().__init__(self._buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._places = places
         self._numbers: dict[int, int] = {}
-        self._tensors: list[Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
-    def next(self, value: object) -> tuple[bytes, list[Tensor]]:
+    def next(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
         """Return the bytes of an object, and its tensors except those of earlier objects."""
         begin, num_tensors = self._buffer.tell(), len(self._tensors)
         self.dump(value)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_faulttolerant.errors import FaultToleranceError
@@ -302,8 +301,8 @@ def _applied(transform: Callable[[Any], Any] | None, value: object) -> object:
     return value if transform is None else transform(value)
 
 
-def _tensor(sample: object, path: str) -> Tensor:
-    if not isinstance(sample, Tensor):
+def _tensor(sample: object, path: str) -> torch.Tensor:
+    if not isinstance(sample, torch.Tensor):
         raise TypeError(
             f"device_id stacks the samples, but that of {path} is a {type(sample).__name__}. Turn them into tensors "
             "of one shape with sample_load_transform."
