@@ -30,7 +30,7 @@ from lightning_faulttolerant.records.incidents import NUM_LOSSES, Incident, Meas
 from lightning_faulttolerant.records.requests import StepPlace
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.state.tensors import bit_sums, shard_of
-from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, num_completed_in_all
+from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.steps.compat import fetches_seen
@@ -60,7 +60,7 @@ class StepDump:
         self._order = LastBatchIndices(trainer, loaders)
         self._place: StepPlace | None = None
         self._known: dict[str, Any] = {}
-        patches.around(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._around_before_fetch)
+        self._order.take_seam(patches)
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
@@ -97,10 +97,6 @@ class StepDump:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             _log.warning("The batch can't be pickled, and is left out of %s.pt: %s", path, error)
             torch.save({**step, **kept, "fetched": None, "generators": tensors}, f"{path}.pt")
-
-    def _around_before_fetch(self, original: Method) -> None:
-        self._order.before_fetch()
-        original()
 
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if self._place is None:
