@@ -379,16 +379,12 @@ def _is_for_bytes(value: Any) -> bool:
     if kind is dict or kind is OrderedDict:
         attributes = vars(value) if kind is OrderedDict else {}  # a module's state_dict has one, "_metadata"
         return not all(is_surely_safe(key) or loads_safely(key) for key in value) or bool(unsafe_paths(attributes))
-    if kind in _refused and kind not in _allowed():
+    if kind in _refused and kind not in torch.serialization.get_safe_globals():
         return True
     if loads_safely(value):
         return False
     _refused.add(kind)
     return True
-
-
-def _allowed() -> Collection[object]:
-    return torch.serialization.get_safe_globals()
 
 
 def _items(container: Any) -> Iterator[tuple[object, object]]:

@@ -185,16 +185,13 @@ def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
     return sum(gradients[1:], first) / num_ranks if isinstance(first, torch.Tensor) else first
 
 
-def merged_metrics(
-    states: States, module: torch.nn.Module, *, rank: int, num_ranks: int
-) -> tuple[dict[str, object], list[str]]:
+def merged_metrics(states: States, module: torch.nn.Module, *, rank: int) -> tuple[dict[str, object], list[str]]:
     """Return the state of one rank's metrics, as `metrics_state` does, and a line for each that can't be merged.
 
     Args:
         states: The states of all ranks that saved.
         module: The metrics' module; the metrics define how each of their states is reduced.
         rank: The new rank.
-        num_ranks: The number of new ranks.
     """
     first = states[0]
     metrics, lost = {}, []

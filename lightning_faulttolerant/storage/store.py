@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, Protocol
 
-from lightning_faulttolerant.storage.local import LocalStore, open_local_writer
+from lightning_faulttolerant.storage.local import LocalStore, atomic_writer
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.storage.local import Listing
@@ -154,7 +154,7 @@ def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Abstract
         fsync: Wait until the bytes are on the disk; an object store has them when the block has ended.
     """
     if not is_url(path):
-        return open_local_writer(local_path(path), fsync=fsync)
+        return atomic_writer(local_path(path), fsync=fsync)
     directory, name = split_path(path)
     return open_store(directory).writer(name, fsync=fsync)
 

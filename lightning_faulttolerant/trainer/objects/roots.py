@@ -21,9 +21,9 @@ from lightning_faulttolerant.loader.objects import (
     is_iterated,
 )
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
-from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer, once_per_kind
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer
 from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces
-from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries
+from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries, once_per_kind
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.compat import experiments_of
 from lightning_faulttolerant.trainer.process import is_left_out

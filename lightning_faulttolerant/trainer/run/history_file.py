@@ -370,11 +370,8 @@ class _Marks:
         if place is None:
             return None
         own = place.order
-        return max((mark for mark in self._marks if mark[1] <= own), key=_time_and_index, default=(0.0, own, None))[2]
-
-
-def _time_and_index(mark: tuple[float, tuple[int, int, float], int | None]) -> tuple[float, int]:
-    return mark[0], mark[2] or 0
+        marks = (mark for mark in self._marks if mark[1] <= own)
+        return max(marks, key=lambda mark: (mark[0], mark[2] or 0), default=(0.0, own, None))[2]
 
 
 def _summed(lines: Sequence[Line], needed: set[int]) -> Iterator[Line]:
