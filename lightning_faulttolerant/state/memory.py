@@ -109,6 +109,25 @@ def _differences(image: bytes, other: bytes) -> Iterator[int]:
     return (at for at, pair in enumerate(zip(image, other, strict=True)) if pair[0] != pair[1])
 
 
+@functools.cache
+def _items_at() -> int | None:
+    """Return the position in a list of the pointer to its items, between their number and the allocated space."""
+    items, at = [object() for _ in range(3)], object.__basicsize__ + _POINTER_BYTES
+    if not _has_addresses() or list.__basicsize__ != at + 2 * _POINTER_BYTES:
+        return None
+    length, _, allocated = struct.unpack_from("<3q", _image(items), object.__basicsize__)
+    return at if length == len(items) <= allocated < _MAX_BYTES else None
+
+
+def ids_in(items: list[Any]) -> bytes:
+    """Return the ``id`` of each item, 8 bytes each. This is many times as fast as a call of ``id`` for each."""
+    at = _items_at()
+    if at is None:
+        return struct.pack(f"<{len(items)}q", *map(id, items))
+    pointer = ctypes.c_void_p.from_address(id(items) + at).value
+    return b"" if pointer is None else ctypes.string_at(pointer, _POINTER_BYTES * len(items))
+
+
 _NUM_MARKED = 32
 """A draw moves the index, and each 624 draws replace all words. Seeding replaces all but the first. So the index and
 32 words (1,024 bits) tell two states apart, without a look at the whole state."""

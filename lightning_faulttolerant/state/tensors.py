@@ -282,12 +282,22 @@ def quick_sums(tensor: Tensor) -> Tensor:
     num_whole = flat.numel() // 8 * 8
     words = flat[:num_whole].view(torch.int64)
     rows = words[: words.numel() // _NUM_COLUMNS * _NUM_COLUMNS].view(-1, _NUM_COLUMNS)
-    # In blocks of a few rows, the words stay in the CPU's cache for the second sum.
-    parts = torch.split(rows, _ROWS_IN_CACHE) if words.device.type == "cpu" else [rows]
-    columns = torch.stack([part.sum(0) for part in parts]).sum(0)
-    return torch.cat(
-        [columns, *((part ^ (part >> 1)).sum(1) for part in parts), words[rows.numel() :], flat[num_whole:]]
-    )
+    columns, by_row = _sums_in_blocks(rows) if words.device.type == "cpu" else (rows.sum(0), _mixed(rows).sum(1))
+    return torch.cat([columns, by_row, words[rows.numel() :], flat[num_whole:]])
+
+
+def _mixed(words: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.bitwise_right_shift(words, 1, out=out).bitwise_xor_(words)
+
+
+def _sums_in_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of columns and rows. A few rows at a time stay in the CPU's cache, and no memory is allocated."""
+    blocks = torch.split(rows, _ROWS_IN_CACHE)
+    columns, by_row, mixed = rows.new_empty(len(blocks), rows.shape[1]), rows.new_empty(len(rows)), blocks[0].clone()
+    for block, of_columns, of_rows in zip(blocks, columns, torch.split(by_row, _ROWS_IN_CACHE), strict=True):
+        torch.sum(block, 0, out=of_columns)
+        torch.sum(_mixed(block, mixed[: len(block)]), 1, out=of_rows)
+    return columns.sum(0), by_row
 
 
 @torch.no_grad()

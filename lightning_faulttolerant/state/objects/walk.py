@@ -10,20 +10,20 @@ must cost next to nothing while nothing changes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-import operator
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count, repeat
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_faulttolerant.state.memory import ids_in
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.baseline import (
     MANY_ITEMS,
@@ -349,8 +349,6 @@ def _raw_of(value: object) -> tuple[list[str], list[int]] | None:
 
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-_values_of = operator.methodcaller("values")
-_EMPTY = object()
 
 
 class Unchanged:
@@ -373,10 +371,9 @@ class Unchanged:
         """Record the current content of all of them."""
         self._one_by_one: list[str] = []
         self._owners: list[object] = []
-        self._namespaces: list[object] = []
+        self._dicts: list[Any] = []
         self._sequences: list[Any] = []
-        self._mappings: list[object] = []
-        self._slots: list[Callable[[], object]] = []
+        self._others: list[object] = []
         for path, node in self._nodes.items():
             if not self._takes(node):
                 self._one_by_one.append(path)
@@ -388,30 +385,29 @@ class Unchanged:
         if node.holds_weakly:
             return False
         if node.mark is not None:
-            is_plain = node.attributes is None and kind in (*_SEQUENCES, *_MAPPINGS) and len(value) < MANY_ITEMS
-            if is_plain:
-                (self._sequences if kind in _SEQUENCES else self._mappings).append(value)
-            return is_plain
-        if node.raw is not None:
-            self._namespaces.append(value.owner) if kind is kinds.Namespace else self._owners.append(value)
+            found = self._dicts if kind in _MAPPINGS else self._sequences if kind in _SEQUENCES else self._others
+            if node.attributes is not None or not _is_plain(value):
+                return False
+            found.append(value)
             return True
-        if node.attributes is None or kind is kinds.Namespace:
+        if kind is kinds.Namespace:
+            own = None if node.raw is None else _dict_in(value.owner)
+            self._dicts += [] if own is None else [own]
+            return own is not None
+        if node.raw is None and (node.attributes is None or not _has_filled_slots(value)):
             return False
+        if node.raw is None:
+            self._others.append(value)
         if has_dict(kind):
             self._owners.append(value)
-        self._slots += [partial(slot.__get__, value) for _, slot in kinds.slots_of(kind)]
         return True
 
-    def _look(self) -> list[list[int]]:
-        own = map(object.__getattribute__, self._owners, repeat("__dict__"))
-        dicts = [*own, *map(vars, self._namespaces), *self._mappings]
-        return [
-            _ids_in(self._slots),
-            [*map(len, dicts), *map(len, self._sequences)],
-            [*map(id, chain.from_iterable(dicts))],
-            [*map(id, chain.from_iterable(map(_values_of, dicts)))],
-            [*map(id, chain.from_iterable(self._sequences))],
-        ]
+    def _look(self) -> tuple[list[int], bytes, bytes]:
+        """Return the lengths of all dicts and sequences, the ids of all keys, and the ids of all values."""
+        dicts = [*map(object.__getattribute__, self._owners, repeat("__dict__")), *self._dicts]
+        keys = [*chain.from_iterable(filter(None, dicts))]
+        values = gc.get_referents(*dicts, *self._sequences, *self._others)
+        return [*map(len, dicts), *map(len, self._sequences)], ids_in(keys), ids_in(values)
 
     def take_changed(self) -> list[str]:
         """Return the paths of the objects that have changed, and drop them from this collection."""
@@ -425,15 +421,39 @@ class Unchanged:
         return changed
 
 
-def _ids_in(slots: list[Callable[[], object]]) -> list[int]:
+def _is_plain(value: Any) -> bool:
+    """Return whether the ``id`` of the items of a short container or cell tell it apart from an earlier content.
+
+    A large tensor may be freed, and leave its ``id`` to another. A cell must be bound: cells have no length.
+    """
+    if type(value) is types.CellType:
+        items = kinds.contents_of_cell(value)
+        return bool(items) and not _is_held_weakly(items[0])
+    if type(value) not in (*_SEQUENCES, *_MAPPINGS) or len(value) >= MANY_ITEMS:
+        return False
+    return not any(map(_is_held_weakly, value.values() if isinstance(value, dict) else value))
+
+
+def _is_held_weakly(value: object) -> bool:
+    return hold(value) is not value
+
+
+def _dict_in(owner: object) -> dict[str, object] | None:
+    """Return the dict of a module, or the one that the ``__dict__`` of a class shows; ``None`` if it is not found."""
+    shown = vars(owner)
+    own = shown if type(shown) is dict else next(iter(gc.get_referents(shown)), None)
+    if type(own) is not dict or ids_in([*own, *own.values()]) != ids_in([*shown, *shown.values()]):
+        return None
+    return own
+
+
+def _has_filled_slots(value: object) -> bool:
+    """Return whether all slots of an object have a value, and the garbage collector knows of these.
+
+    If a slot is emptied later, the object refers to fewer values.
+    """
     try:
-        return [id(slot()) for slot in slots]
+        values = [slot.__get__(value) for _, slot in kinds.slots_of(type(value))]
     except AttributeError:
-        return [id(_held(slot)) for slot in slots]
-
-
-def _held(slot: Callable[[], object]) -> object:
-    try:
-        return slot()
-    except AttributeError:  # an empty slot
-        return _EMPTY
+        return False
+    return {*map(id, values)} <= {*map(id, gc.get_referents(value))}
