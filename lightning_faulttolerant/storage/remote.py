@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any, cast, final
+from typing import IO, Any, cast, final
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.file_systems import (
     PIECE_BYTES,
+    Upload,
     begin_upload,
     copy,
     file_system,
@@ -30,10 +31,6 @@ from lightning_faulttolerant.storage.file_systems import (
     remote_errors,
 )
 from lightning_faulttolerant.storage.local import Listing
-
-if TYPE_CHECKING:
-    from lightning_faulttolerant.storage.file_systems import Upload
-
 
 _logger = logging.getLogger(__name__)
 

@@ -10,13 +10,9 @@ import os
 import re
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
-from lightning_faulttolerant.storage.local import LocalStore, atomic_writer
-
-if TYPE_CHECKING:
-    from lightning_faulttolerant.storage.local import Listing
-
+from lightning_faulttolerant.storage.local import Listing, LocalStore, atomic_writer
 
 # At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")

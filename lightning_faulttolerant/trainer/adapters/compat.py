@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch import Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import Trainer, callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, Timer
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,

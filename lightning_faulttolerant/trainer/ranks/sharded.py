@@ -37,8 +37,7 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_of_bits
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
-from lightning_faulttolerant.trainer.files.run_files import load as load_content
-from lightning_faulttolerant.trainer.files.run_files import part_of
+from lightning_faulttolerant.trainer.files.run_files import load as load_content, part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards

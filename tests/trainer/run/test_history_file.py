@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.chapters import history_of
