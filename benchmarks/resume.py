@@ -84,8 +84,7 @@ class SaveAt(Callback):
 
 def stateful_loader(dataset: Numbers, sampler: str, **options: Any) -> Any:
     """Return torchdata's loader, with the fastest of its samplers that yields the same indices."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    from torchdata.stateful_dataloader import sampler as of_torchdata
+    from torchdata.stateful_dataloader import StatefulDataLoader, sampler as of_torchdata
 
     samplers: dict[str, Callable[[Any], Sampler[int]]] = {
         **SAMPLERS,

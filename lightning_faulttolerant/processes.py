@@ -117,6 +117,12 @@ def with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]
     return found
 
 
+def send_signal(process_id: int, signum: int) -> None:
+    """Send a signal to a process, if it is still there and belongs to this user."""
+    with contextlib.suppress(OSError):
+        os.kill(process_id, signum)
+
+
 def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
     """Call a function when the interpreter ends; it may be called twice.
 

@@ -34,7 +34,7 @@ LAYERS = (
     ("supervision",),
     ("storage",),
     ("errors", "processes", "records"),
-    ("advice", "clock", "early_signals"),
+    ("clock", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
@@ -50,7 +50,6 @@ THIRD_PARTY = {
     "state": {"torch", "torchmetrics"},
     "samplers": {"torch"},
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
-    "advice": set(),
     "clock": set(),
     "early_signals": set(),
     "storage": {"fsspec"},

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import IO, Any, cast, final
 
 import torch
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.checkpoint.autosave_files import base_name, new_key
@@ -43,7 +42,7 @@ _serialization: Any = torch.serialization
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL
 _PIECE_BYTES = 8 * 1024 * 1024
 _CONTAINERS = (dict, OrderedDict, list, tuple)
-_TENSORS = (Tensor, torch.nn.Parameter)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _PyBUF_READ = 0x100
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -112,7 +111,7 @@ def paths_of(value: object) -> dict[int, Path]:
     return found
 
 
-def _tensors(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Tensor]]:
+def _tensors(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, torch.Tensor]]:
     kind = type(value)
     if kind in _TENSORS:
         yield path, value
@@ -144,7 +143,7 @@ def on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return copied.cpu()  # type: ignore[no-any-return]
 
 
-def copy_of(storage: torch.UntypedStorage) -> Tensor:
+def copy_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the content of a storage as a tensor of bytes in its own memory, on the CPU.
 
     Args:
@@ -154,7 +153,7 @@ def copy_of(storage: torch.UntypedStorage) -> Tensor:
     return flat.clone() if storage.device.type == "cpu" else flat
 
 
-def is_equal(storage: torch.UntypedStorage, copy: Tensor) -> bool:
+def is_equal(storage: torch.UntypedStorage, copy: torch.Tensor) -> bool:
     """Return whether a storage has the same bytes as an earlier copy of it. Each byte is compared.
 
     Args:
@@ -174,11 +173,11 @@ def is_equal(storage: torch.UntypedStorage, copy: Tensor) -> bool:
     return True
 
 
-def _flat(storage: torch.UntypedStorage) -> Tensor:
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _are_equal(left: Tensor, right: Tensor) -> bool:
+def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Compare two tensors of bytes, of the same length and on the CPU. It is twice as fast as ``torch.equal``."""
     compare = _memcmp()
     if compare is None:
@@ -297,7 +296,7 @@ class Increments:
         self._store = store
         self._check = check
         self._num_bases = num_bases
-        self._copies: dict[Path, Tensor] = {}
+        self._copies: dict[Path, torch.Tensor] = {}
         """The bytes of each storage that has not changed since the first of the bases was written."""
         self._bases: list[_Base] = []
         """Those that autosaves may refer to, the one of the next autosave first. None has more than the copies."""

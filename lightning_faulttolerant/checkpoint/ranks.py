@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.joined_file import opened_whole
@@ -349,7 +348,7 @@ def with_state_of(part: Mapping[str, Any], rank: int) -> dict[str, object]:
     return {**part, STATES: {**states, DATA: states[DATA][begin : begin + num_bytes].clone(), _ONLY: rank}}
 
 
-def _place_of(index: Tensor, rank: int) -> tuple[int, int]:
+def _place_of(index: torch.Tensor, rank: int) -> tuple[int, int]:
     return int(index[:rank, 0].sum()), int(index[rank, 0])
 
 

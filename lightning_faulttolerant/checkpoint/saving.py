@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
 
 from lightning_faulttolerant.storage.store import open_writer
 
@@ -189,7 +188,7 @@ _logger = logging.getLogger(__name__)
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NO_DEEPCOPY = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -223,7 +222,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._free: dict[_Layout, list[Tensor]] = {}
+        self._free: dict[_Layout, list[torch.Tensor]] = {}
 
     @torch.no_grad()
     def copy(self, checkpoint: object) -> Any:
@@ -278,13 +277,13 @@ class Staging:
 class _Copied:
     """The parts of one checkpoint that are already copied."""
 
-    def __init__(self, free: dict[_Layout, list[Tensor]]) -> None:
+    def __init__(self, free: dict[_Layout, list[torch.Tensor]]) -> None:
         self._free = free
         self._devices: set[torch.device] = set()
-        self.taken: dict[_Layout, list[Tensor]] = {}
+        self.taken: dict[_Layout, list[torch.Tensor]] = {}
         self.storages: dict[int, torch.UntypedStorage] = {}
 
-    def tensor(self, original: Tensor, memo: dict[Any, Any]) -> Tensor:
+    def tensor(self, original: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
         tensor = original.detach()
         if _is_plain(tensor):
             new = self._plain(tensor)
@@ -293,13 +292,13 @@ class _Copied:
         else:
             memo["torch"] = self.storages
             new = copy.deepcopy(tensor, memo)
-        if type(original) is nn.Parameter:
-            return _with_attributes(nn.Parameter(new, original.requires_grad), original, memo)
+        if type(original) is torch.nn.Parameter:
+            return _with_attributes(torch.nn.Parameter(new, original.requires_grad), original, memo)
         if original.requires_grad:
             new = new.detach().requires_grad_()
         return _with_attributes(new, original, memo)
 
-    def _plain(self, tensor: Tensor) -> Tensor:
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         layout = _layout(tensor, storage)
         number = storage._cdata  # torch.save, too, tells storages apart by it
@@ -346,36 +345,36 @@ def _copy(value: Any, memo: dict[Any, Any]) -> object:
     return copy.deepcopy(value, memo)
 
 
-def _layout(tensor: Tensor, storage: torch.UntypedStorage) -> _Layout:
+def _layout(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Layout:
     offset, is_on_gpu = int(tensor.storage_offset()), tensor.is_cuda
     return _Layout(tensor.dtype, storage.nbytes(), offset, tensor.shape, tensor.stride(), is_on_gpu)
 
 
-def _make(layout: _Layout) -> Tensor:
+def _make(layout: _Layout) -> torch.Tensor:
     memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=layout.is_on_gpu)
     return _view(memory.untyped_storage(), layout)
 
 
-def _view(memory: torch.UntypedStorage, layout: _Layout) -> Tensor:
+def _view(memory: torch.UntypedStorage, layout: _Layout) -> torch.Tensor:
     empty = torch.empty(0, dtype=layout.dtype, device="cpu")
     return empty.set_(memory, layout.offset, layout.shape, layout.stride)
 
 
-def _with_attributes(new: Tensor, original: Tensor, memo: dict[Any, Any]) -> Tensor:
+def _with_attributes(new: torch.Tensor, original: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     if original.__dict__:  # torch.save writes them too
-        new = new if type(new) is nn.Parameter else new.detach().requires_grad_(original.requires_grad)
+        new = new if type(new) is torch.nn.Parameter else new.detach().requires_grad_(original.requires_grad)
         vars(new).update(copy.deepcopy(original.__dict__, memo))
     return new
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is only a storage with offset, sizes and strides."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 
 
-def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     seen = set() if seen is None else seen
     kind = type(value)
     if kind in _PLAIN_TENSORS:

@@ -27,7 +27,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.verify import (
     CONTAINERS,
@@ -380,16 +379,12 @@ def _is_for_bytes(value: Any) -> bool:
     if kind is dict or kind is OrderedDict:
         attributes = vars(value) if kind is OrderedDict else {}  # a module's state_dict has one, "_metadata"
         return not all(is_surely_safe(key) or loads_safely(key) for key in value) or bool(unsafe_paths(attributes))
-    if kind in _refused and kind not in _allowed():
+    if kind in _refused and kind not in torch.serialization.get_safe_globals():
         return True
     if loads_safely(value):
         return False
     _refused.add(kind)
     return True
-
-
-def _allowed() -> Collection[object]:
-    return torch.serialization.get_safe_globals()
 
 
 def _items(container: Any) -> Iterator[tuple[object, object]]:
@@ -453,9 +448,9 @@ class _ReferencePickler(pickle.Pickler):
         super().__init__(self._buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self._places = places
         self._numbers: dict[int, int] = {}
-        self._tensors: list[Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
-    def next(self, value: object) -> tuple[bytes, list[Tensor]]:
+    def next(self, value: object) -> tuple[bytes, list[torch.Tensor]]:
         """Return the bytes of an object, and its tensors except those of earlier objects."""
         begin, num_tensors = self._buffer.tell(), len(self._tensors)
         self.dump(value)

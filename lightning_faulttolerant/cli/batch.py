@@ -304,11 +304,11 @@ def _fail(text: str) -> int:
     return _FAILED
 
 
-def _directory_of(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str | None, int]:
+def _directory_of(words: Sequence[str]) -> tuple[str | None, int]:
     """Run the script until its first fit begins. Return where its run is, and the exit code."""
     with tempfile.TemporaryDirectory(prefix="batch-") as directory:
         path = os.path.join(directory, "run")
-        variables = {**environment, LOOKUP_VARIABLE: path}
+        variables = {**os.environ, LOOKUP_VARIABLE: path}
         if not variables.get(_SWITCH_VARIABLE):  # the variable adds nothing if the script has the callback
             variables[_SWITCH_VARIABLE] = "1"
         code = subprocess.run(words, env=variables, check=False, stdout=_STDERR).returncode

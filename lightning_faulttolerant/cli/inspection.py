@@ -51,7 +51,9 @@ def describe(summary: Summary, *, path: str, states: Mapping[int, Summary]) -> d
         "global_step": plain(mapping(content).get("global_step")),
         "num_parameters": _num_parameters(part),
         "keys": {str(plain(key)): _size(summary, value) for key, value in mapping(content).items()},
-        "kind": "dict" if isinstance(content, dict) else str(plain(content) if _is_one(content) else "list"),
+        "kind": "dict"
+        if isinstance(content, dict)
+        else str("list" if isinstance(content, (list, tuple)) else plain(content)),
         "fault_tolerance": None if part is None else _describe_part(summary, part, states),
     }
 
@@ -128,10 +130,6 @@ def _product(shape: Sequence[int]) -> int:
 def _size(summary: Summary, value: object) -> dict[str, int]:
     size = summary.size_of(value)
     return {"num_bytes": size.num_bytes, "num_tensors": size.num_tensors, "num_values": size.num_values}
-
-
-def _is_one(content: object) -> bool:
-    return not isinstance(content, (dict, list, tuple))
 
 
 _MAX_DEPTH = 24

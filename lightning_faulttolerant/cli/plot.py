@@ -71,44 +71,41 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
 
-def value_scale(values: Iterable[float], *, num_ticks: int = 5) -> Scale:
+def value_scale(values: Iterable[float]) -> Scale:
     """Return the scale of measured values. It is logarithmic if they are positive and span more than a factor of 40.
 
     Args:
         values: Any values; those that are not finite don't count.
-        num_ticks: Approximate number of ticks.
     """
     finite = [min(max(value, -_LARGEST), _LARGEST) for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     if low > 0 and high > _LOG_FROM_RATIO * max(low, _SMALLEST):
-        return _log_scale(max(low, _SMALLEST), high, num_ticks=num_ticks)
+        return _log_scale(max(low, _SMALLEST), high, num_ticks=5)
     if low > 0 and low < 0.4 * high:
         low = 0.0  # a curve is easier to judge with its zero in view
-    return _linear_scale(low, high, num_ticks=num_ticks, widen=True)
+    return _linear_scale(low, high, num_ticks=5)
 
 
-def count_scale(low: int, high: int, *, num_ticks: int = 6) -> Scale:
+def count_scale(low: int, high: int) -> Scale:
     """Return the scale of a count. It ends where the count ends, and has no ticks between integers.
 
     Args:
         low: The first count.
         high: The last count.
-        num_ticks: Approximate number of ticks.
     """
     high = max(high, low + 1)
-    step = max(1.0, _nice_step((high - low) / num_ticks))
+    step = max(1.0, _nice_step((high - low) / 6))
     return Scale(low=low, high=high, ticks=_ticks_between(low, high, step, lambda value: short_text(value, step=step)))
 
 
-def size_scale(high: float, *, num_ticks: int = 3, text: Callable[[float], str] | None = None) -> Scale:
+def size_scale(high: float, *, text: Callable[[float], str] | None = None) -> Scale:
     """Return the scale of a quantity that begins at 0.
 
     Args:
         high: The greatest value.
-        num_ticks: Approximate number of ticks.
         text: Function that formats a tick; few digits by default.
     """
-    scale = _linear_scale(0.0, high if math.isfinite(high) and high > 0 else 1.0, num_ticks=num_ticks, widen=True)
+    scale = _linear_scale(0.0, high if math.isfinite(high) and high > 0 else 1.0, num_ticks=3)
     if text is None:
         return scale
     return Scale(
@@ -118,15 +115,14 @@ def size_scale(high: float, *, num_ticks: int = 3, text: Callable[[float], str] 
     )
 
 
-def elapsed_scale(seconds: float, *, num_ticks: int = 7) -> Scale:
+def elapsed_scale(seconds: float) -> Scale:
     """Return the scale of the time since the beginning, with ticks at whole units.
 
     Args:
         seconds: Duration of the scale.
-        num_ticks: Approximate maximum number of ticks.
     """
     high = seconds if math.isfinite(seconds) and seconds > 0 else 1.0
-    step = _nice_seconds(high / num_ticks)
+    step = _nice_seconds(high / 7)
     return Scale(low=0.0, high=high, ticks=_ticks_between(0.0, high, step, tick_duration))
 
 
@@ -143,13 +139,12 @@ def tick_duration(seconds: float) -> str:
     return f"{seconds:.10g} s" if 0.01 <= seconds < MINUTE or seconds == 0 else duration_text(seconds)
 
 
-def _linear_scale(low: float, high: float, *, num_ticks: int, widen: bool) -> Scale:
+def _linear_scale(low: float, high: float, *, num_ticks: int) -> Scale:
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
     step = _nice_step((high - low) / num_ticks)
-    if widen:
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     return Scale(low=low, high=high, ticks=_ticks_between(low, high, step, lambda value: short_text(value, step=step)))
 
 

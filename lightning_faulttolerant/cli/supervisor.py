@@ -8,8 +8,6 @@ torch's check compares the parent with the one that the worker found first.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 from lightning_faulttolerant.cli.text import safe
-from lightning_faulttolerant.processes import in_sessions, parents_and_states, with_children
+from lightning_faulttolerant.processes import in_sessions, parents_and_states, send_signal, with_children
 from lightning_faulttolerant.records.requests import SKIP_VARIABLE, skips_requested, text_of_skips
 from lightning_faulttolerant.supervision.guard import Guard
 from lightning_faulttolerant.supervision.marks import (
@@ -191,19 +189,14 @@ def end_left(leaders: Iterable[int]) -> None:
     sessions = set(leaders)
     left = in_sessions(sessions)
     for process_id in left:
-        _send(process_id, signal.SIGTERM)
-        _send(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
+        send_signal(process_id, signal.SIGTERM)
+        send_signal(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
     deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
         left = in_sessions(sessions)
     for process_id in left:
-        _send(process_id, signal.SIGKILL)
-
-
-def _send(process_id: int, signum: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(process_id, signum)
+        send_signal(process_id, signal.SIGKILL)
 
 
 class SupervisionEnded(Exception):  # noqa: N818 - the end of a run need not be an error
@@ -315,8 +308,7 @@ def kill(process_ids: set[int]) -> None:
     parents, states = parents_and_states()
     for process_id in with_children(process_ids, parents):
         if states.get(process_id, "R") not in "ZX":
-            with contextlib.suppress(OSError):
-                os.kill(process_id, signal.SIGKILL)
+            send_signal(process_id, signal.SIGKILL)
 
 
 def say(text: str) -> None:

@@ -271,18 +271,17 @@ def share_text(share: float) -> str:
     return f"{min(percent, 99.9) if share < 1 else percent:.1f} %"
 
 
-def value_text(value: float, *, digits: int = 5) -> str:
-    """Return a measured value.
+def value_text(value: float) -> str:
+    """Return a measured value with five significant digits.
 
     Args:
         value: Any float.
-        digits: Number of significant digits.
 
     Example:
         >>> value_text(0.123456789), value_text(float("nan")), value_text(1234567.0)
         ('0.12346', 'nan', '1.2346e+06')
     """
-    return f"{value:.{digits}g}"
+    return f"{value:.5g}"
 
 
 def short_text(value: float, *, step: float) -> str:

@@ -18,8 +18,7 @@ import sys
 import types
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
 from typing import Any
 from zlib import crc32
 

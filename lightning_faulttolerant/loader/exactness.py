@@ -21,10 +21,13 @@ from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
-from lightning_faulttolerant.advice import worded
-from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.data_sets import is_loader_of, refills_its_buffer, why_drawn_by_the_clock
-from lightning_faulttolerant.loader.data_sets import why_not_followed as why_foreign_not_followed
+from lightning_faulttolerant.errors import NotExactError, worded
+from lightning_faulttolerant.loader.data_sets import (
+    is_loader_of,
+    refills_its_buffer,
+    why_drawn_by_the_clock,
+    why_not_followed as why_foreign_not_followed,
+)
 from lightning_faulttolerant.loader.samplers import has_state, state_of, what_is_not_plain
 from lightning_faulttolerant.state.objects.kinds import has_state_methods
 from lightning_faulttolerant.state.reachable import names_in_code, names_in_libraries

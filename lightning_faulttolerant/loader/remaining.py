@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_faulttolerant.loader.samplers import is_interruptible
-from lightning_faulttolerant.samplers.order import order_of as computed_order
-from lightning_faulttolerant.samplers.order import seeded
+from lightning_faulttolerant.samplers.order import order_of as computed_order, seeded
 
 _CHUNK = 16_384
 

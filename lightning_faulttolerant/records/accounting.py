@@ -312,17 +312,21 @@ def _set_back(pieces: Sequence[Validations], time: float, place: RunPlace | None
         if piece.since >= time:
             num_again += piece.num_batches
             continue
-        if piece.until > time and _is_inside(place, piece):
-            assert place is not None
-            num_batches = min(max((place.num_validated or 0) - piece.first, 0), piece.num_batches)
+        num_validated = _num_validated_in(piece, place)
+        if piece.until > time and num_validated is not None:
+            num_batches = min(max(num_validated - piece.first, 0), piece.num_batches)
             num_again += piece.num_batches - num_batches
             piece = replace(piece, until=time, num_batches=num_batches)
         kept.append(piece)
     return kept, num_again
 
 
-def _is_inside(place: RunPlace | None, piece: Validations) -> bool:
-    """Return whether a place is in that validation run or evaluation. Of several runs, it is not known in which."""
-    if place is None or place.num_validated is None or piece.number > 1:
-        return False
-    return piece.place is None or (place.epoch, place.batch) == (piece.place.epoch, piece.place.batch)
+def _num_validated_in(piece: Validations, place: RunPlace | None) -> int | None:
+    """Return the number of batches before a place in that validation run or evaluation; ``None`` if it is not in it.
+
+    Of several runs, it is not known in which the place is.
+    """
+    if place is None or piece.number > 1:
+        return None
+    is_inside = piece.place is None or (place.epoch, place.batch) == (piece.place.epoch, piece.place.batch)
+    return place.num_validated if is_inside else None

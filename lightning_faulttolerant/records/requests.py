@@ -58,17 +58,17 @@ class StepPlace:
         """Return whether this place, of which everything is known, is before another one."""
         if other.number is not None:
             return self.number is not None and self.number < other.number
-        assert other.epoch is not None
-        assert other.batch is not None
-        return (self.epoch or 0, self.batch or 0) < (other.epoch, other.batch)
+        return self._in_epochs < other._in_epochs
 
     def is_after(self, other: StepPlace) -> bool:
         """Return whether this place, of which everything is known, is after another one."""
         if other.number is not None:
             return self.number is not None and self.number > other.number
-        assert other.epoch is not None
-        assert other.batch is not None
-        return (self.epoch or 0, self.batch or 0) > (other.epoch, other.batch)
+        return self._in_epochs > other._in_epochs
+
+    @property
+    def _in_epochs(self) -> tuple[int, int]:
+        return self.epoch or 0, self.batch or 0
 
     def __str__(self) -> str:
         place = f"batch {self.batch} of epoch {self.epoch}"

@@ -13,7 +13,6 @@ from itertools import cycle, islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_faulttolerant.samplers.order import EpochPart, OrderName, check_order, checked_seed, order_of
@@ -29,14 +28,14 @@ from lightning_faulttolerant.samplers.progress import (
 LEFTOVERS = ("pad", "mixed", "drop")
 
 
-def group_numbers(group_ids: Sequence[Hashable] | Tensor) -> Tensor:
+def group_numbers(group_ids: Sequence[Hashable] | torch.Tensor) -> torch.Tensor:
     """Return the group of each sample as an int64 number: from 0, in the order in which the groups appear."""
-    values: Iterable[Hashable] = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
+    values: Iterable[Hashable] = group_ids.tolist() if isinstance(group_ids, torch.Tensor) else group_ids
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64, device="cpu")
 
 
-def digest_of(groups: Tensor) -> str:
+def digest_of(groups: torch.Tensor) -> str:
     """Return a short string that another grouping of the samples would not have."""
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, len(groups), 65536):
@@ -44,7 +43,7 @@ def digest_of(groups: Tensor) -> str:
     return digest.hexdigest()
 
 
-def num_batches(groups: Tensor, *, batch_size: int, leftover: str, drop_last: bool) -> int:
+def num_batches(groups: torch.Tensor, *, batch_size: int, leftover: str, drop_last: bool) -> int:
     """Return the number of batches of all samples. It is the same in each order."""
     counts = torch.bincount(groups)
     whole = int((counts // batch_size).sum())
@@ -64,7 +63,7 @@ class Batches:
     The leftover batches come last.
     """
 
-    full: Tensor
+    full: torch.Tensor
     rest: list[list[int]]
 
     def __len__(self) -> int:
@@ -80,13 +79,15 @@ class Batches:
         """Return the batches that have `batch_size` samples."""
         return Batches(self.full, [batch for batch in self.rest if len(batch) == batch_size])
 
-    def samples(self, num_batches: int) -> Tensor:
+    def samples(self, num_batches: int) -> torch.Tensor:
         """Return the indices of the first `num_batches`, in one int64 tensor."""
         rest = [index for batch in self.rest[: max(0, num_batches - len(self.full))] for index in batch]
         return torch.cat([self.full[:num_batches].reshape(-1), torch.tensor(rest, dtype=torch.int64, device="cpu")])
 
 
-def form_batches(indices: Tensor, groups: Tensor, *, batch_size: int, leftover: str, whole_order: Tensor) -> Batches:
+def form_batches(
+    indices: torch.Tensor, groups: torch.Tensor, *, batch_size: int, leftover: str, whole_order: torch.Tensor
+) -> Batches:
     """Return the batches of samples.
 
     Args:
@@ -114,7 +115,7 @@ def form_batches(indices: Tensor, groups: Tensor, *, batch_size: int, leftover: 
     return Batches(full, _padded(indices[left], groups, batch_size, whole_order))
 
 
-def _padded(left: Tensor, groups: Tensor, batch_size: int, whole_order: Tensor) -> list[list[int]]:
+def _padded(left: torch.Tensor, groups: torch.Tensor, batch_size: int, whole_order: torch.Tensor) -> list[list[int]]:
     """Fill up the leftover samples of each group, the most first, from the beginning of the group."""
     by_group: dict[int, list[int]] = {}
     for index, group in zip(left.tolist(), groups[left].tolist(), strict=True):
@@ -129,8 +130,8 @@ def _padded(left: Tensor, groups: Tensor, batch_size: int, whole_order: Tensor) 
 
 
 def consumed_by_the_original(
-    order: Tensor, groups: Tensor, *, batch_size: int, num_replicas: int, progress: int, drop_last: bool
-) -> Tensor:
+    order: torch.Tensor, groups: torch.Tensor, *, batch_size: int, num_replicas: int, progress: int, drop_last: bool
+) -> torch.Tensor:
     """Return the samples that ranks of the original library had consumed, `progress` batches each.
 
     There each rank forms batches from its own part of the order, padded to equal parts, as many as its part would fill.
@@ -210,7 +211,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     def __init__(
         self,
         dataset: Sized | int,
-        group_ids: Sequence[Hashable] | Tensor,
+        group_ids: Sequence[Hashable] | torch.Tensor,
         batch_size: int,
         num_replicas: int | None = None,
         rank: int | None = None,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_faulttolerant.errors import FaultToleranceError
@@ -28,12 +27,12 @@ class Indexable(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def check_fraction(fraction: float, name: str) -> None:
+def check_fraction(fraction: float) -> None:
     """Raise a ``ValueError`` unless `fraction` is more than 0 and at most 1, the same on every rank."""
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"{name}={fraction!r}: it must be the fraction of the data set that each rank holds, more than 0 and at "
-            "most 1. For one half, pass 0.5."
+            f"samples_pct_per_replica={fraction!r}: it must be the fraction of the data set that each rank holds, more "
+            "than 0 and at most 1. For one half, pass 0.5."
         )
 
 
@@ -105,7 +104,7 @@ class ShardedMapDataset(Dataset[Any]):
     ) -> None:
         place = place_of(num_replicas=world_size, rank=rank)
         fraction = 1 / place.num_replicas if samples_pct_per_replica is None else samples_pct_per_replica
-        check_fraction(fraction, "samples_pct_per_replica")
+        check_fraction(fraction)
         self.source = source
         length = len(source)
         self._share = ShardPositions(length, fraction=fraction, rank=place.rank, num_replicas=place.num_replicas)
@@ -244,7 +243,7 @@ class DistributedShardedDataset(ClassDirectory, Dataset[tuple[Any, Any]]):
         *,
         lazy: bool = False,
     ) -> None:
-        check_fraction(samples_pct_per_replica, "samples_pct_per_replica")
+        check_fraction(samples_pct_per_replica)
         if lazy and device_id is not None:
             raise ValueError(
                 "lazy=True loads samples on request, but device_id puts all of them on a device. Pass only one of them."
@@ -302,8 +301,8 @@ def _applied(transform: Callable[[Any], Any] | None, value: object) -> object:
     return value if transform is None else transform(value)
 
 
-def _tensor(sample: object, path: str) -> Tensor:
-    if not isinstance(sample, Tensor):
+def _tensor(sample: object, path: str) -> torch.Tensor:
+    if not isinstance(sample, torch.Tensor):
         raise TypeError(
             f"device_id stacks the samples, but that of {path} is a {type(sample).__name__}. Turn them into tensors "
             "of one shape with sample_load_transform."

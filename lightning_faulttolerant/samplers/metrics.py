@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_faulttolerant.errors import FaultToleranceError, NotExactError
 from lightning_faulttolerant.streaming.world import current_world
@@ -119,7 +118,7 @@ class MetricsTracker:
     def _joined(self, first: _Amounts, second: _Amounts) -> _Amounts:
         return first | {name: amount.joined(first.get(name), self.operation(name)) for name, amount in second.items()}
 
-    def update(self, metrics: Mapping[str, float | Tensor]) -> MetricsTracker:
+    def update(self, metrics: Mapping[str, float | torch.Tensor]) -> MetricsTracker:
         """Add this rank's values.
 
         Args:
@@ -129,7 +128,7 @@ class MetricsTracker:
             TypeError: If a name is not a string, or a value not a number; nothing is added then.
         """
         for name, value in metrics.items():
-            if not isinstance(name, str) or (isinstance(value, Tensor) and value.numel() != 1):
+            if not isinstance(name, str) or (isinstance(value, torch.Tensor) and value.numel() != 1):
                 raise TypeError(f"update({{{name!r}: {value!r}}}): a metric is one number with a name.")
         added = {name: Amount(float(value), 1) for name, value in metrics.items()}
         self._pending = self._joined(self._pending, added)

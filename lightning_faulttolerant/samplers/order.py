@@ -24,7 +24,6 @@ from itertools import chain
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from lightning_faulttolerant.streaming.world import current_world
 
@@ -40,7 +39,7 @@ class SampleOrder(Protocol):
     length: int
     """The number of samples."""
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the indices of the samples at `positions`, both int64, the positions in ``range(length)``."""
 
 
@@ -54,7 +53,7 @@ class SequentialOrder:
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the positions themselves."""
         return positions
 
@@ -72,9 +71,9 @@ class TorchOrder:
     def __init__(self, length: int, *, seed: int) -> None:
         self.length = length
         self._seed = seed
-        self._permutation: Tensor | None = None
+        self._permutation: torch.Tensor | None = None
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the indices at `positions`."""
         if self._permutation is None:
             self._permutation = drawn_permutation(self.length, seeded(self._seed))
@@ -112,7 +111,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed & _MOST_SEED)
 
 
-def drawn_permutation(length: int, generator: torch.Generator) -> Tensor:
+def drawn_permutation(length: int, generator: torch.Generator) -> torch.Tensor:
     """Return the numbers of ``torch.randperm(length)``, shape ``(length,)``: int32 if they fit, else int64.
 
     torch draws the same numbers for each type. The shuffle waits for memory: half of it takes less time.
@@ -177,7 +176,7 @@ class FeistelPermutation:
         self._left, self._right = _digits(length)
         self._keys = _keys(length, seed, epoch)
 
-    def at(self, positions: Tensor) -> Tensor:
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the numbers at `positions`, an int64 tensor of any shape with values in ``range(length)``."""
         numbers = self._through_the_network(positions)
         while True:
@@ -186,7 +185,7 @@ class FeistelPermutation:
                 return numbers
             numbers[outside] = self._through_the_network(numbers[outside])
 
-    def _through_the_network(self, numbers: Tensor) -> Tensor:
+    def _through_the_network(self, numbers: torch.Tensor) -> torch.Tensor:
         left = torch.div(numbers, self._right, rounding_mode="floor")
         right = numbers - left * self._right
         for i in range(0, len(self._keys), 2):
@@ -195,7 +194,7 @@ class FeistelPermutation:
         return left.mul_(self._right).add_(right)
 
 
-def _add(digit: Tensor, base: int, *, of: Tensor, key: int) -> None:
+def _add(digit: torch.Tensor, base: int, *, of: torch.Tensor, key: int) -> None:
     """Add, modulo `base`, a number computed from `of` and `key`; each product is below 2**62."""
     hashed = of ^ key
     hashed *= _FIRST
@@ -309,7 +308,7 @@ class EpochPart:
         """Return the position in the order of this rank's unit `own`."""
         return (self.begin + self.rank + own * self.num_replicas) % self.length
 
-    def positions(self, start: int, stop: int) -> Tensor:
+    def positions(self, start: int, stop: int) -> torch.Tensor:
         """Return the positions in the order of this rank's samples `start` to `stop`, int64."""
         first, step = self.begin + self.rank, self.num_replicas
         positions = torch.arange(first + start * step, first + stop * step, step, dtype=torch.int64, device="cpu")

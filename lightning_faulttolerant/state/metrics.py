@@ -11,23 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import MetricTracker
 
 _OF_EVERY_METRIC = vars(SumMetric()).keys()
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 _KINDS = frozenset({Metric, MetricCollection, MetricTracker})
 _MAX_ITEMS = 1_000
 
 
-def named_metrics(module: nn.Module) -> dict[str, Metric]:
+def named_metrics(module: torch.nn.Module) -> dict[str, Metric]:
     """Return each metric in `module` by its path, including metrics in plain lists and dicts of its modules."""
     return _of_kind(Metric, _children(module))
 
 
-def _of_kind(kind: type[object], children: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _of_kind(kind: type[object], children: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
     return {name: child for name, child in children.items() if kind in type(child).__mro__}
 
 
@@ -39,7 +38,7 @@ def _is_kept(value: object) -> bool:
     return not _KINDS.isdisjoint(type(value).__mro__)
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module]:
+def _children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     children = dict(module.named_modules())
     seen = set(map(id, children.values()))
     for name, held in [found for prefix, child in children.items() for found in _in_containers(prefix, child)]:
@@ -50,7 +49,7 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     return children
 
 
-def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _in_containers(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules that torch doesn't know as a part of `module`, by path."""
     if type(module).__module__.startswith("torch."):  # most modules of a model; they hold no metrics
         return
@@ -60,25 +59,25 @@ def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
             yield from ((f"{path}{key}", held) for key, held in _items(value))
 
 
-def _items(value: object) -> Iterator[tuple[str, nn.Module]]:
+def _items(value: object) -> Iterator[tuple[str, torch.nn.Module]]:
     if isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((f"[{key!r}]", item) for key, item in items if _is_kept(item))
 
 
-def metrics_of(holder: object) -> dict[str, nn.Module]:
+def metrics_of(holder: object) -> dict[str, torch.nn.Module]:
     """Return the metrics, collections and trackers that any object holds as attributes, or in lists and dicts there."""
-    held: list[tuple[str, nn.Module]] = [(n, value) for n, value in vars(holder).items() if _is_kept(value)]
+    held: list[tuple[str, torch.nn.Module]] = [(n, value) for n, value in vars(holder).items() if _is_kept(value)]
     held += [(f"{name}{key}", item) for name, value in vars(holder).items() for key, item in _items(value)]
     return dict(held)
 
 
-def with_metrics_state(module: nn.Module) -> list[nn.Module]:
+def with_metrics_state(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return all metrics, collections, and trackers that `metrics_state` covers."""
     return [child for child in _children(module).values() if _is_kept(child)]
 
 
-def metrics_state(module: nn.Module) -> dict[str, dict[str, object]]:
+def metrics_state(module: torch.nn.Module) -> dict[str, dict[str, object]]:
     """Return a copy of the state of each metric, collection and tracker, by path."""
     children = _children(module)
     metrics = {name: metric_state(metric) for name, metric in _of_kind(Metric, children).items()}
@@ -91,7 +90,7 @@ def metrics_state(module: nn.Module) -> dict[str, dict[str, object]]:
     }
 
 
-def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def load_metrics(module: torch.nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Restore the state of each metric; return the paths of states without a metric."""
     grow_trackers(module, state)
     children = _children(module)
@@ -104,7 +103,7 @@ def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> l
     return missing
 
 
-def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, object]]) -> None:
+def grow_trackers(module: torch.nn.Module, state: Mapping[str, Mapping[str, object]]) -> None:
     """Give each MetricTracker a metric for each step that it had; does nothing the second time."""
     trackers = _of_kind(MetricTracker, _children(module))
     for name in state["trackers"].keys() & trackers.keys():
@@ -151,7 +150,7 @@ def _attributes(metric: Metric) -> dict[str, object]:
     # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states. Some
     # metrics keep an image or a map there.
     is_wrapper = any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__)
-    kinds = (Tensor, int, float, bool) if is_wrapper else (Tensor,)
+    kinds = (torch.Tensor, int, float, bool) if is_wrapper else (torch.Tensor,)
     states = metric.metric_state
     return {
         name: _copy(value)
@@ -161,7 +160,7 @@ def _attributes(metric: Metric) -> dict[str, object]:
 
 
 def _copy(value: object, device: Any = None) -> object:
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         copy = value.detach().clone()
         return copy if device is None else copy.to(device)
     if isinstance(value, list):
@@ -172,7 +171,7 @@ def _copy(value: object, device: Any = None) -> object:
 States = Sequence[Mapping[str, Any]]
 
 
-def merged_gradients(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def merged_gradients(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the gradients for each of any number of ranks: the mean, which DDP uses when it steps.
 
     A gradient in shards stays that of the first rank.
@@ -183,19 +182,16 @@ def merged_gradients(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
 
 def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
     first = gradients[0]
-    return sum(gradients[1:], first) / num_ranks if isinstance(first, Tensor) else first
+    return sum(gradients[1:], first) / num_ranks if isinstance(first, torch.Tensor) else first
 
 
-def merged_metrics(
-    states: States, module: nn.Module, *, rank: int, num_ranks: int
-) -> tuple[dict[str, object], list[str]]:
+def merged_metrics(states: States, module: torch.nn.Module, *, rank: int) -> tuple[dict[str, object], list[str]]:
     """Return the state of one rank's metrics, as `metrics_state` does, and a line for each that can't be merged.
 
     Args:
         states: The states of all ranks that saved.
         module: The metrics' module; the metrics define how each of their states is reduced.
         rank: The new rank.
-        num_ranks: The number of new ranks.
     """
     first = states[0]
     metrics, lost = {}, []
@@ -284,7 +280,7 @@ _MERGES: dict[Callable[..., object] | None, Merge] = {
 
 
 def _equal(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and torch.equal(a, b.to(a.device))
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))

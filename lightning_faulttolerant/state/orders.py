@@ -20,8 +20,6 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from lightning_faulttolerant.state.objects import kinds
 
@@ -115,9 +113,13 @@ def _write(value: object, parts: list[str], prefix: str) -> None:
             parts.append("[")
             _write(child, parts, prefix)
         parts.append("]")
-    elif isinstance(value, Tensor) or kinds.is_array(value):
+    elif isinstance(value, torch.Tensor) or kinds.is_array(value):
         parts.append(_array(value))
-    elif kinds.is_walked(value) and not isinstance(value, (Dataset, nn.Module)) and not callable(value):
+    elif (
+        kinds.is_walked(value)
+        and not isinstance(value, (torch.utils.data.Dataset, torch.nn.Module))
+        and not callable(value)
+    ):
         parts.append(type(value).__qualname__)
         _write(kinds.attributes(value), parts, prefix)
     else:
@@ -131,9 +133,9 @@ def _leaf(value: Any) -> str:
 
 
 def _array(value: Any) -> str:
-    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_meta):
+    if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_meta):
         raise NotPlainError("a tensor without elements")
-    flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.reshape(-1)
+    flat = value.detach().reshape(-1) if isinstance(value, torch.Tensor) else value.reshape(-1)
     stride = max(1, len(flat) // _NUM_SAMPLED)
     return f"{list(value.shape)} {value.dtype} crc {zlib.crc32(str(flat[::stride].tolist()).encode()):08x}"
 
@@ -148,7 +150,7 @@ _DIGITS = re.compile("([0-9]+)")
 
 def elements_of(value: Any) -> Any:
     """Return the elements of a value that is not a mapping, for indexing; an array of numbers stays an array."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         value = value.detach().resolve_neg()
         try:
             return elements_of(value.numpy())
@@ -273,7 +275,7 @@ def is_ordered(value: Any) -> bool:
 
     A large array, such as a memory-mapped corpus on a disk, is not even read.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
         return is_plain and value.dim() == 1 and value.numel() <= _MAX_ELEMENTS
     if kinds.is_array(value):
@@ -334,7 +336,7 @@ def fill(value: Any, elements: Any) -> bool:
     """Replace the elements of `value` in place; return whether it allows that."""
     if isinstance(value, tuple):
         return False
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         with torch.no_grad():
             value.copy_(torch.as_tensor(elements).to(value.dtype))
     elif isinstance(value, dict):

@@ -20,8 +20,8 @@ import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,6 +33,9 @@ _FROM_CLOUDPICKLE = "<dynamic-code>"  # the file of all code, since cloudpickle 
 _OWN_DIRECTORY = __file__.rpartition(f"{os.sep}{_OWN}{os.sep}")[0] + f"{os.sep}{_OWN}{os.sep}"
 # Prefix of modules' names: a module may be called `module`, `trainer`, or `dataset`, like other objects.
 _GLOBALS = "globals/"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def is_global(path: str) -> bool:
@@ -289,13 +292,14 @@ def _is_opaque_module(module: str) -> bool:
     return module.partition(".")[0] in _OPAQUE_ROOTS or module.startswith(_OPAQUE_MODULES)
 
 
+def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Cache a function's result for each class."""
+    return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
+
+
+@once_per_kind
 def has_dict(kind: type) -> bool:
     """Return whether objects of a class have a ``__dict__`` that Python code can read; asyncio's tasks have none."""
-    return _has_dict(kind)
-
-
-@functools.lru_cache(maxsize=4_096)
-def _has_dict(kind: type) -> bool:
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 

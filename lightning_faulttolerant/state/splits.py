@@ -21,7 +21,6 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, SubsetRandomSampler
 
 from lightning_faulttolerant.state import orders
@@ -148,7 +147,7 @@ def _add(
 
 
 def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, nn.Module):
+    if isinstance(value, torch.nn.Module):
         yield from ((f"{path}.{name}", child) for name, child in value.named_children())
     elif isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", child) for key, child in islice(value.items(), _FIRST_ITEMS))
@@ -342,7 +341,7 @@ def _of(part: object) -> str:
 def _indices_of(part: object) -> Any:
     """Return the indices of a part in an array, or ``None`` if they are not integers in a plain container."""
     indices = _own(part, INDICES)
-    if isinstance(indices, Tensor):
+    if isinstance(indices, torch.Tensor):
         is_plain = indices.device.type == "cpu" and not indices.is_floating_point() and not indices.is_complex()
         indices = indices.detach().numpy() if is_plain else None
     if kinds.is_array(indices):
@@ -384,7 +383,7 @@ def may_be_samples(value: object, datasets: Iterable[object]) -> bool:
     A value that is shorter than each of them does not. Arrays and lists of names are exceptions: they may be data of
     another kind. If a data set has no length, any list may.
     """
-    if isinstance(value, Tensor) or kinds.is_array(value):
+    if isinstance(value, torch.Tensor) or kinds.is_array(value):
         return True
     if not isinstance(value, dict) and names_of(elements_of(value)):
         return True

@@ -443,8 +443,3 @@ class LocalStore:
 
     def abort_uploads(self) -> None:
         """Do nothing: a local writer leaves a named file, see ``leftovers``."""
-
-
-def open_local_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
-    """Open a file for writing in an existing directory."""
-    return atomic_writer(path, fsync=fsync)

@@ -11,8 +11,8 @@ import io
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING, Any, cast, final
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast, final
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.file_systems import (
     PIECE_BYTES,
+    Upload,
     begin_upload,
     copy,
     file_system,
@@ -30,10 +31,6 @@ from lightning_faulttolerant.storage.file_systems import (
     remote_errors,
 )
 from lightning_faulttolerant.storage.local import Listing
-
-if TYPE_CHECKING:
-    from lightning_faulttolerant.storage.file_systems import Upload
-
 
 _logger = logging.getLogger(__name__)
 
@@ -121,19 +118,18 @@ class RemoteStore:
 
     def rename(self, name: str, new_name: str) -> None:
         """Move a file; an object store copies it and then deletes the original."""
-        with self._opened(name) as (fs, path):
-            new_path = file_system(self.path(new_name))[1]
-            if has_folders(fs):
-                fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
-            move(fs, path, new_path)
+        self._put_under(name, new_name, move)
 
     def copy(self, name: str, new_name: str) -> None:
         """Copy a file, without transferring it through this machine if the store can copy."""
+        self._put_under(name, new_name, copy)
+
+    def _put_under(self, name: str, new_name: str, put: Callable[[AbstractFileSystem, str, str], None]) -> None:
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
             if has_folders(fs):
                 fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
-            copy(fs, path, new_path)
+            put(fs, path, new_path)
 
     def tree(self) -> list[str]:
         """List all files whose names begin with the URL; in a bucket, only such names are requested."""

@@ -10,13 +10,9 @@ import os
 import re
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
-from lightning_faulttolerant.storage.local import LocalStore, open_local_writer
-
-if TYPE_CHECKING:
-    from lightning_faulttolerant.storage.local import Listing
-
+from lightning_faulttolerant.storage.local import Listing, LocalStore, atomic_writer
 
 # At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
@@ -154,7 +150,7 @@ def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Abstract
         fsync: Wait until the bytes are on the disk; an object store has them when the block has ended.
     """
     if not is_url(path):
-        return open_local_writer(local_path(path), fsync=fsync)
+        return atomic_writer(local_path(path), fsync=fsync)
     directory, name = split_path(path)
     return open_store(directory).writer(name, fsync=fsync)
 

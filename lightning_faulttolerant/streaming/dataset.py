@@ -183,7 +183,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         start = self._begin()
-        world = (start.world or self._world()).in_this_worker()
+        world = start.world.in_this_worker()
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
 
     def _begin(self) -> IterationStart:
@@ -194,7 +194,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             epoch, sample = self._book.begin(self._normal)
         else:
             epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
-        return IterationStart(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
+        return IterationStart(epoch=epoch, sample=sample, batch_size=self.batch_size or 1, world=self._world())
 
     def begin_epoch(self, *, batch_size: int, drop_last: bool) -> IterationStart:
         """Begin the next iteration in the main process, for a loader that informs its workers by `tell`.
@@ -228,7 +228,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: IterationStart, world: World) -> Plan:
-        order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size or 1))
+        order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size))
         return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: IterationStart, world: World) -> RemainingPositions:
@@ -241,7 +241,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         Raises:
             ValueError: If the epoch can't be entered there with these batches.
         """
-        return self._ordering.deal(start.sample, self._book.seeding, world, start.batch_size or 1)
+        return self._ordering.deal(start.sample, self._book.seeding, world, start.batch_size)
 
     def bytes_of_samples(self, num_samples: int) -> int:
         """Return how many bytes so many samples have at most, if all samples are equally large."""

@@ -43,15 +43,15 @@ class IterationStart:
     Args:
         epoch: The epoch.
         sample: The number of its samples that all ranks have consumed before.
-        batch_size: The batch size of a rank's steps, if it is known.
-        world: This rank's place, if the main process has already found it.
+        batch_size: The batch size of a rank's steps.
+        world: This rank's place.
         are_lent: Whether samples are only collated into batches, which copies them.
     """
 
     epoch: int
     sample: int
-    batch_size: int | None = None
-    world: World | None = None
+    batch_size: int
+    world: World
     are_lent: bool = False
 
 
@@ -376,7 +376,7 @@ class Samples(Iterator[Any]):
             self._start,
             epoch=state_dict["epoch"],
             sample=state_dict["sample_in_epoch"],
-            batch_size=state_dict["batch_size"],
+            batch_size=state_dict["batch_size"] or 1,
         )
         self._num_taken = state_dict["num_taken"]
         self._samples = self._read(self._plan(self._start, self._world), self._num_taken)

@@ -297,8 +297,6 @@ class _Place:
     """The position of one iteration. It counts steps of the plan, which have known sizes, and reads no batches."""
 
     def __init__(self, dataset: StreamingDataset, start: IterationStart, *, drop_last: bool) -> None:
-        assert start.world is not None
-        assert start.batch_size is not None
         self._dataset = dataset
         self._start = start
         self._step = start.batch_size * start.world.num_ranks

@@ -19,7 +19,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import IO, final
 
-from lightning_faulttolerant.processes import in_sessions, is_running, parents_and_states, started_at, with_children
+from lightning_faulttolerant.processes import (
+    in_sessions,
+    is_running,
+    parents_and_states,
+    send_signal,
+    started_at,
+    with_children,
+)
 from lightning_faulttolerant.supervision.marks import read_marks
 
 
@@ -123,8 +130,7 @@ def _kill_all(guarded: Mapping[int, int], directory: str) -> None:
         if not family:
             return
         for process_id in family - {os.getpid()}:
-            with contextlib.suppress(OSError):
-                os.kill(process_id, signal.SIGKILL)
+            send_signal(process_id, signal.SIGKILL)
         time.sleep(0.05)
 
 

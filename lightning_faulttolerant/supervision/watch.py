@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, final
 
 from lightning_faulttolerant.errors import FaultToleranceError
-from lightning_faulttolerant.processes import is_running, parents_and_states, with_children
+from lightning_faulttolerant.processes import is_running, parents_and_states, send_signal, with_children
 from lightning_faulttolerant.storage.store import open_writer
 from lightning_faulttolerant.supervision.guard import start_companion
 from lightning_faulttolerant.supervision.marks import OFF, OUTSIDE, REPORT, STOP, ProcessMarks, SectionTimes, read_marks
@@ -86,8 +86,7 @@ def stacks_of(process_id: int, path: Path, state: str) -> str:
     if SIGNAL is None or not _catches(process_id, SIGNAL):
         return "it has no handler that writes its stacks"
     begin = _size(path)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process_id, SIGNAL)
+    send_signal(process_id, SIGNAL)
     deadline, size, since = time.monotonic() + _ANSWERS_WITHIN_SECONDS, begin, time.monotonic()
     while time.monotonic() < deadline and not (size > begin and time.monotonic() - since > _COMPLETE_AFTER_SECONDS):
         time.sleep(0.01)
@@ -157,20 +156,15 @@ def end_hung(process_ids: Iterable[int]) -> None:
     parents, _ = parents_and_states()
     family = with_children(hung, parents)
     for process_id in hung:
-        _send(process_id, HANG_EXIT_CODE if sys.platform == "linux" else signal.SIGKILL)
-        _send(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
+        send_signal(process_id, HANG_EXIT_CODE if sys.platform == "linux" else signal.SIGKILL)
+        send_signal(process_id, signal.SIGCONT)  # a stopped process handles its signals when it continues
     for process_id in family - hung - {os.getpid()}:  # a watcher is a child of the process that it watches
-        _send(process_id, signal.SIGKILL)
+        send_signal(process_id, signal.SIGKILL)
     deadline = time.monotonic() + _ENDS_WITHIN_SECONDS
     while time.monotonic() < deadline and any(map(is_running, hung)):
         time.sleep(0.02)
     for process_id in filter(is_running, hung):
-        _send(process_id, signal.SIGKILL)
-
-
-def _send(process_id: int, signum: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(process_id, signum)
+        send_signal(process_id, signal.SIGKILL)
 
 
 STORAGE_ANSWERS_WITHIN_SECONDS = 5.0
@@ -183,15 +177,14 @@ def begin(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def done_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Do work in a thread; return whether it was done in time. If not, it continues there.
+def done_in_time(work: Callable[[], None]) -> bool:
+    """Do work in a thread; return whether it was done in `STORAGE_ANSWERS_WITHIN_SECONDS`. If not, it continues there.
 
     Args:
-        seconds: How long to wait for it.
         work: The work.
     """
     thread = begin(work)
-    thread.join(seconds)
+    thread.join(STORAGE_ANSWERS_WITHIN_SECONDS)
     return not thread.is_alive()
 
 
@@ -209,7 +202,7 @@ def write_hang_report(text: str, directory: str) -> str:
     for folder in filter(None, (directory, tempfile.gettempdir())):
         path = f"{folder.rstrip('/')}/{name}"
         written: list[str] = []
-        if done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(_write, path, text, written)) and written:
+        if done_in_time(partial(_write, path, text, written)) and written:
             return path
     return ""
 
@@ -379,11 +372,11 @@ class HangWatcher:
             self._writing.join(STORAGE_ANSWERS_WITHIN_SECONDS)
             if self._writing.is_alive():
                 return
-        done_within(STORAGE_ANSWERS_WITHIN_SECONDS, self.times.writing())
+        done_in_time(self.times.writing())
 
     def _follow(self, directory: str) -> None:
         if directory and directory != self.times.directory:
-            done_within(STORAGE_ANSWERS_WITHIN_SECONDS, partial(self.times.follow, directory))
+            done_in_time(partial(self.times.follow, directory))
 
     def _seconds(self, marks: ProcessMarks, step: float) -> float:
         """Return for how long the marks have been the same, and learn from those that have changed."""

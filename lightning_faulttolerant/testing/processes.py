@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import distributed as dist
 
 _HOST = "127.0.0.1"
 # How long the other ranks may run after one has failed; torchrun gives them 30 seconds.
@@ -145,7 +144,7 @@ class _Rendezvous:
         if self._process_id == 0:
             try:
                 os.close(self._ended)
-                store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+                store = torch.distributed.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
                 os.write(port_write, f"{store.port}\n".encode())
                 os.read(ended_read, 1)  # returns when all holders of the other end are gone, for whatever reason
             finally:

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
+from lightning_faulttolerant.errors import speak_of_variable
 from lightning_faulttolerant.records.incidents import MeasuredStep
 from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.process import (

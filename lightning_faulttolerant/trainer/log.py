@@ -6,7 +6,7 @@ import logging
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_faulttolerant.advice import worded
+from lightning_faulttolerant.errors import worded
 
 _package = logging.getLogger("lightning_faulttolerant")
 

@@ -22,7 +22,7 @@ from numbers import Real
 from pathlib import PurePath
 from typing import TypeVar, get_args, get_origin, get_type_hints
 
-from lightning_faulttolerant.advice import OPTIONS_VARIABLE, SEPARATOR
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE, SEPARATOR
 from lightning_faulttolerant.records.incidents import RULES, Rule
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.records.requests import Skip, checked_skips, replay_requested

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import all as benchmarks
 from benchmarks import (
+    all as benchmarks,
     gather,
     goodput,
     growth,

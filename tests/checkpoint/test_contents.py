@@ -10,8 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint import contents, manifest, verify_path
 from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest

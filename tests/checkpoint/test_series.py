@@ -11,8 +11,7 @@ from typing import IO
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series
 from lightning_faulttolerant.checkpoint.verify import read_back

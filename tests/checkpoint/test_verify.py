@@ -16,8 +16,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint import (
     AutosaveSeries,

@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
 from lightning_faulttolerant.checkpoint.schema import KEY
-from lightning_faulttolerant.cli import found as finding
-from lightning_faulttolerant.cli import inspection
+from lightning_faulttolerant.cli import found as finding, inspection
 from lightning_faulttolerant.cli.inspection import plain
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save

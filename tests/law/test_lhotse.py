@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import Cut as Place
-from tests.runs import make_trainer
+from tests.runs import Cut as Place, make_trainer
 
 pytestmark = [
     pytest.mark.slow,  # lhotse is only in the environment for libraries, and the tests import it

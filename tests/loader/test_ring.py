@@ -9,8 +9,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.loader import ring as ring_module
 from lightning_faulttolerant.loader.ring import WorkerRing

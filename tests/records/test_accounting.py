@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report, report_of
 from lightning_faulttolerant.records.chapters import history_of

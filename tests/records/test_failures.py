@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.records.chapters import Failures, best_interval, failures_of
 from tests.records.made import Story

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.records.history import SECTIONS, SlowRank, slow_ranks, summed_times
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.packing import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
 

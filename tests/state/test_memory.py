@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state import memory, packing, rng
 from lightning_faulttolerant.state.rng import look, restore_globals, rng_state, saved_globals

@@ -113,7 +113,7 @@ def test_a_synced_metric_is_that_of_all_ranks(kind: str, way: tuple[int, int]) -
     states = [metrics_state(module) for module in before]
     after = [Module(KINDS[kind]()) for _ in range(way[1])]
     for rank, module in enumerate(after):
-        state, lost = merged_metrics(states, module, rank=rank, num_ranks=way[1])
+        state, lost = merged_metrics(states, module, rank=rank)
         assert lost == []
         assert load_metrics(module, state) == []
         assert module.metrics[0].update_count == 2
@@ -130,7 +130,7 @@ def test_a_sole_rank_computes_the_value_of_all() -> None:
         update(module, rank)
         update(alone, rank)
     after = Module(MulticlassF1Score(3), CatMetric(), BinaryAUROC())
-    state, lost = merged_metrics([metrics_state(m) for m in before], after, rank=0, num_ranks=1)
+    state, lost = merged_metrics([metrics_state(m) for m in before], after, rank=0)
     assert lost == []
     load_metrics(after, state)
     for found, expected in zip(after.metrics, alone.metrics, strict=True):
@@ -141,10 +141,10 @@ def test_a_sole_rank_computes_the_value_of_all() -> None:
 def test_a_reduction_of_its_own_is_named(make: Callable[[], Metric], name: str) -> None:
     """A state that only all the old ranks together could reduce is named, unless nothing was counted yet."""
     before = [Module(make()) for _ in range(2)]
-    assert merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0, num_ranks=1)[1] == []
+    assert merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0)[1] == []
     for rank, module in enumerate(before):
         update(module, rank)
-    _, lost = merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0, num_ranks=1)
+    _, lost = merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0)
     assert any(line.startswith(f"metric metrics.0: {name} has its own reduction") for line in lost)
 
 
@@ -152,7 +152,7 @@ def test_groups_that_differ_are_named() -> None:
     """Metrics of a collection that share states on only one rank can't be merged."""
     before = [Module(MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])) for _ in range(2)]  # type: ignore[arg-type]
     update(before[0], 0)
-    _, lost = merged_metrics([metrics_state(m) for m in before], before[0], rank=0, num_ranks=1)
+    _, lost = merged_metrics([metrics_state(m) for m in before], before[0], rank=0)
     assert "metrics metrics.0: the ranks have found different collections" in lost
 
 

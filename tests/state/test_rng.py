@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state

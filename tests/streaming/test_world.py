@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataset
 from lightning_faulttolerant.errors import StreamingError
-from lightning_faulttolerant.streaming import dataset as dataset_module
-from lightning_faulttolerant.streaming import world as world_module
+from lightning_faulttolerant.streaming import dataset as dataset_module, world as world_module
 from lightning_faulttolerant.streaming.world import World, current_world
 from tests.ranks import on_ranks
 from tests.streaming.shard_files import numbers, write

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.processes import is_running, started_at
-from lightning_faulttolerant.supervision import marks as marks_module
-from lightning_faulttolerant.supervision import watch as stacks_module
-from lightning_faulttolerant.supervision import watch as watcher_module
+from lightning_faulttolerant.supervision import marks as marks_module, watch as stacks_module, watch as watcher_module
 from lightning_faulttolerant.supervision.marks import (
     END_OF_EPOCH,
     EVALUATION_BATCH,

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.advice import OPTIONS_VARIABLE
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.settings import option_names, read_options
 from tests.faults import RaiseIn

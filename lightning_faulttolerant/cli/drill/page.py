@@ -84,7 +84,7 @@ def picture(result: DrillResult) -> Markup | None:
     has_losses = any(math.isfinite(loss) for loss in losses)
     area = Area(x=scale, y=value_scale(losses), top=_HEAD, height=_CURVES if has_losses else 0)
     lanes_top = _HEAD + area.height + (_GAP if lanes and has_losses else 0)
-    height = lanes_top + (_lane_height(lanes) if lanes else 0)
+    height = lanes_top + (round(len(lanes) * _pitch(lanes)) if lanes else 0)
     drawn = plot.chart(
         _name(result, num_batches),
         plot.grid(area) if has_losses else None,
@@ -113,10 +113,6 @@ def _caption(run: RunOfDrill, *, is_log: bool) -> str:
 def _name(result: DrillResult, num_batches: int) -> str:
     struck = plural(len(result.strikes), "strike")
     return f"Loss of both runs over {plural(num_batches, 'batch')}, with {struck}"
-
-
-def _lane_height(lanes: Sequence[BatchStretch]) -> int:
-    return round(len(lanes) * _pitch(lanes))
 
 
 def _pitch(lanes: Sequence[BatchStretch]) -> float:

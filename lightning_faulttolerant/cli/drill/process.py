@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 from lightning_faulttolerant.cli.drill.ledgers import FIT, STEPS, VALIDATION, Place, Resumption, place_of, resumption_of
-from lightning_faulttolerant.processes import parents_and_states, with_children
+from lightning_faulttolerant.processes import parents_and_states, send_signal, with_children
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line, each_line, parse_lines
 
@@ -166,10 +166,10 @@ class ProcessTree:
             if not found:
                 break
             for process_id in found:
-                _send(process_id, signal.SIGSTOP)
+                send_signal(process_id, signal.SIGSTOP)
             stopped |= found
         for process_id in stopped:
-            _send(process_id, signal.SIGKILL)
+            send_signal(process_id, signal.SIGKILL)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -212,11 +212,6 @@ def _by_ps(process_ids: set[int]) -> set[int]:
     listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     pairs = (line.split() for line in listed.splitlines())
     return with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
-
-
-def _send(process_id: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process_id, signum)
 
 
 _RANK = re.compile(r"\.rank-(\d+)$")

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import generators
@@ -45,7 +44,7 @@ class _LostGraph(torch.autograd.Function):
     """Stands for the operations that computed a tensor before the run was interrupted."""
 
     @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
     @staticmethod
@@ -56,14 +55,14 @@ class _LostGraph(torch.autograd.Function):
         )
 
 
-def new_tensor(kind: str, data: Tensor, device: str, needs_grad: bool | str, *grad: Tensor) -> Tensor:
+def new_tensor(kind: str, data: torch.Tensor, device: str, needs_grad: bool | str, *grad: torch.Tensor) -> torch.Tensor:
     """Return a new tensor: its kind, data, device, whether it needs a gradient (or had a graph), and its gradient."""
     tensor = data.detach().clone().to(_device(device))
     if needs_grad == "graph":
         with torch.enable_grad():
-            found: Tensor = _LostGraph.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
+            found: torch.Tensor = _LostGraph.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]  # torch's
         return found
-    tensor = nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
+    tensor = torch.nn.Parameter(tensor, requires_grad=False) if kind == "parameter" else tensor
     tensor.requires_grad_(bool(needs_grad))
     for one in grad:
         tensor.grad = one.detach().clone().to(tensor.device)
@@ -88,7 +87,7 @@ def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
         NothingThereError: If the existing object is of another kind.
     """
     data, needs_grad = content[1], content[3]
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, torch.Tensor):
         raise NothingThereError(f"a {type(tensor).__name__} is there in place of a tensor")
     is_same_kind = tensor.shape == data.shape and tensor.dtype == data.dtype
     if is_same_kind and not _overlaps(tensor):
@@ -102,7 +101,7 @@ def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
         tensor.grad = content[4].detach().clone().to(tensor.device) if len(content) > 4 else None
 
 
-def _overlaps(tensor: Tensor) -> bool:
+def _overlaps(tensor: torch.Tensor) -> bool:
     """Return whether elements of `tensor` share memory, like those of an expanded one."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -234,7 +233,7 @@ class Decoder:
             raise NothingThereError(f"{name} no longer has {encoded}") from error
 
     def _items(self, items: Any, *, has_hashes: bool = False) -> list[object]:
-        if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
+        if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], torch.Tensor):
             numbers: list[object] = items[1].tolist()
             return numbers
         return [self._hashable(item) if has_hashes else self._decode(item) for item in items]
@@ -323,9 +322,9 @@ class Decoder:
         elif kind == "value":
             self.set_attributes(value, rest[3])
 
-    def _alias(self, base: Any, shape: list[int], stride: list[int], offset: int, needs_grad: bool) -> Tensor:
+    def _alias(self, base: Any, shape: list[int], stride: list[int], offset: int, needs_grad: bool) -> torch.Tensor:
         other = self._hashable(base)
-        if not isinstance(other, Tensor):
+        if not isinstance(other, torch.Tensor):
             raise NothingThereError(f"a {type(other).__name__} is there in place of a tensor")
         return alias_of(other, shape, stride, offset).requires_grad_(needs_grad)
 

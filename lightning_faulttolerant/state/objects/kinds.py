@@ -12,7 +12,6 @@ import datetime
 import decimal
 import enum
 import fractions
-import functools
 import inspect
 import io
 import math
@@ -23,13 +22,13 @@ import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_users, own_dict
+from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_users, once_per_kind, own_dict
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -72,8 +71,6 @@ def _own(value: object) -> Any:
 
 
 _OF_IPYTHON = re.compile(r"_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 _LEAVES = frozenset({type(None), type(...), bool, int, float, complex, str, bytes, range, slice, datetime.date,
                      datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
@@ -102,11 +99,6 @@ _TORCH_WALKED = ("torch.nn.", "torch.optim.", "torch.utils.data.dataset", "torch
                  "torch.amp.", "torch.cuda.amp.")  # fmt: skip
 # A user's own package may have the name of one that is left alone, but not one of these.
 _LIGHTNINGS = frozenset({"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"})
-
-
-def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Cache a function's result for each class."""
-    return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
 
 
 def is_leaf(value: object) -> bool:
@@ -356,19 +348,15 @@ def dict_of(value: Any) -> Mapping[str, object]:
     return found
 
 
-@functools.lru_cache(maxsize=4_096)
+@once_per_kind
 def has_slots(kind: type) -> bool:
     """Return whether objects of this class hold values outside of a ``__dict__``."""
     return kind is not Namespace and (bool(slots_of(kind)) or not has_dict(kind))
 
 
+@once_per_kind
 def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     """Return the slots of a class and its bases, by name."""
-    return _slots_of(kind)
-
-
-@functools.lru_cache(maxsize=4_096)
-def _slots_of(kind: type) -> tuple[tuple[str, object], ...]:
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 

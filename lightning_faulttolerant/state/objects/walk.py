@@ -341,7 +341,7 @@ def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, object]]:
 def _raw_of(value: object) -> tuple[list[str], list[int]] | None:
     if isinstance(value, kinds.Namespace) and value.names is not None:
         return None
-    if kinds.has_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is not Hashable
+    if kinds.has_slots(type(value)):
         return None
     found = kinds.dict_of(value)
     return list(found), list(map(id, found.values()))

@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 
 import torch
 from lightning.fabric.utilities.throughput import Throughput
-from lightning.pytorch import Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import Trainer, callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, Timer
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -22,7 +21,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 from lightning.pytorch.trainer.states import RunningStage
-from torch import Tensor, nn
 
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.tensors import plain_copy
@@ -55,7 +53,7 @@ SEAMS = {
 WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
 
 
-def averaged_models(trainer: Trainer) -> list[nn.Module]:
+def averaged_models(trainer: Trainer) -> list[torch.nn.Module]:
     """Return the models that WeightAveraging writes into a checkpoint as they are at the time of the write."""
     averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
     return [c._average_model for c in averaging if c._average_model is not None]
@@ -97,12 +95,12 @@ def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) 
     callback._latest_update_epoch, callback._max_epochs = latest, end
 
 
-def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
+def pruned_parameters(callback: ModelPruning) -> list[tuple[torch.nn.Module, str]]:
     """Return the parameters that a ModelPruning prunes, each as its module and its name there."""
     return list(callback._parameters_to_prune)
 
 
-def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
+def first_parameters(callback: ModelPruning) -> dict[int, torch.nn.Parameter]:
     """Return the weights that a ModelPruning goes back to, by place in `pruned_parameters`; it may keep none."""
     layers = (callback._original_layers or {}).values()
     return {number: getattr(layer["data"], name) for layer in layers for number, name in layer["names"]}
@@ -244,7 +242,7 @@ def copied(values: object) -> object:
         return {name: copied(value) for name, value in values.items()}
     if isinstance(values, list):
         return [copied(value) for value in values]
-    return plain_copy(values) if isinstance(values, Tensor) else values
+    return plain_copy(values) if isinstance(values, torch.Tensor) else values
 
 
 def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
@@ -301,17 +299,17 @@ def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
     return _ResultMetric(meta, state["is_tensor"])
 
 
-def reset_to_kind_of(item: _ResultMetric, name: str, value: Tensor) -> None:
+def reset_to_kind_of(item: _ResultMetric, name: str, value: torch.Tensor) -> None:
     """Let a reset give the data type of `value`: it may have been logged while another default was set."""
     default = item._defaults[name]
-    if isinstance(default, Tensor) and default.dtype != value.dtype:
+    if isinstance(default, torch.Tensor) and default.dtype != value.dtype:
         item._defaults[name] = default.to(value.dtype)
 
 
 class ResultCache(TypedDict):
     """What a logged value keeps besides its sums: the last step's value, and how it was reset."""
 
-    forward: Tensor | None
+    forward: torch.Tensor | None
     has_reset: bool
     update_count: int
 
@@ -320,7 +318,7 @@ def result_cache(item: _ResultMetric) -> ResultCache:
     """Return what a logged value keeps besides its sums: the last step's value, and how it was reset."""
     cache = item._forward_cache
     return {
-        "forward": plain_copy(cache) if isinstance(cache, Tensor) else None,
+        "forward": plain_copy(cache) if isinstance(cache, torch.Tensor) else None,
         "has_reset": item.has_reset,
         "update_count": item.update_count,
     }

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_faulttolerant.state.metrics import named_metrics
 from lightning_faulttolerant.state.tensors import plain_copy
@@ -50,7 +49,7 @@ def _item_state(item: Any) -> dict[str, object]:
     return {
         "meta": compat.metadata_state(item),
         "cache": compat.result_cache(item),
-        "sums": {name: plain_copy(value) for name, value in sums.items() if isinstance(value, Tensor)},
+        "sums": {name: plain_copy(value) for name, value in sums.items() if isinstance(value, torch.Tensor)},
     }
 
 
@@ -116,7 +115,7 @@ def _merged_item(items: States, *, rank: int, num_ranks: int) -> dict[str, objec
     return {"meta": meta, "cache": cache, "sums": sums}
 
 
-def _merged(values: Sequence[Tensor], reduction: str, rank: int, num_ranks: int) -> Tensor:
+def _merged(values: Sequence[torch.Tensor], reduction: str, rank: int, num_ranks: int) -> torch.Tensor:
     stacked = torch.stack(list(values))
     if reduction in ("min", "max"):
         return stacked.amin(0) if reduction == "min" else stacked.amax(0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -26,8 +25,6 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_of, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
@@ -73,7 +70,7 @@ def restore_best_models(trainer: Trainer, states: Mapping[str, Mapping[str, obje
                     setattr(callback, name, state[name])
 
 
-@contextmanager
+@contextlib.contextmanager
 def spikes_restored(trainer: Trainer) -> Iterator[None]:
     """Within the block, let each SpikeDetection load its saved state, on the device where it continues.
 
@@ -99,8 +96,8 @@ _MASK, _HIDDEN = "_mask", "_orig"  # torch's names for the tensors that replace 
 class PrunedWeight(TypedDict):
     """A pruned weight: its mask, and the values under it."""
 
-    mask: Tensor
-    hidden: Tensor
+    mask: torch.Tensor
+    hidden: torch.Tensor
 
 
 class PruningState(TypedDict):
@@ -110,7 +107,7 @@ class PruningState(TypedDict):
     """
 
     pruned: dict[str, PrunedWeight]
-    first: dict[str, Tensor]
+    first: dict[str, torch.Tensor]
     shared: list[int]
 
 
@@ -137,7 +134,7 @@ class Pruning:
         for place, values in state["pruned"].items():
             module, name = parameters[int(place)]
             mask = values["mask"].to(getattr(module, name).device)
-            prune.custom_from_mask(module, name, mask)  # type: ignore[no-untyped-call]
+            torch.nn.utils.prune.custom_from_mask(module, name, mask)  # type: ignore[no-untyped-call]
             getattr(module, name + _HIDDEN).data.copy_(values["hidden"])
         for number, weight in first.items():
             module, name = parameters[number]
@@ -160,7 +157,7 @@ class OwnMasks:
         modules = dict(trainer.lightning_module.named_modules())
         pruning = (callback for callback in callbacks(trainer) if isinstance(callback, ModelPruning))
         others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
-        self._masks: list[tuple[nn.Module, str, Tensor]] = []
+        self._masks: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
         for key in _pruned(weights):
             prefix, _, name = key.rpartition(".")
             module = modules.get(prefix)
@@ -171,7 +168,7 @@ class OwnMasks:
         """Prune with the masks, after the optimizers are loaded; these keep their parameters."""
         for module, name, mask in self._masks:
             if not hasattr(module, name + _MASK):
-                prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]
+                torch.nn.utils.prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
         """Restore the masks if a hook at the start has drawn others."""
@@ -180,7 +177,7 @@ class OwnMasks:
                 getattr(module, name + _MASK).copy_(mask)
 
 
-def shown_state(module: nn.Module) -> dict[str, Tensor]:
+def shown_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return each pruned weight as the last pass saw it: the next pruning chooses by these values."""
     masks = {name: mask for name, mask in module.named_buffers() if name.endswith(_MASK)}
     if not masks:
@@ -189,7 +186,7 @@ def shown_state(module: nn.Module) -> dict[str, Tensor]:
     return {key: _copy(getattr(module.get_submodule(prefix), name)) for key, (prefix, _, name) in places.items()}
 
 
-def load_shown(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_shown(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Show the pruned weights as they were."""
     modules = dict(module.named_modules())
     for key, value in state.items():
@@ -216,7 +213,7 @@ def _pruned(weights: Mapping[str, object]) -> set[str]:
     return {name for name in pruned if name + _HIDDEN in weights}
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
@@ -358,7 +355,7 @@ def _adapters(callback: Callback) -> list[tuple[type[Callback], Adapter]]:
     return [(kind, adapter) for kind, adapter in _ADAPTERS if isinstance(callback, kind)]
 
 
-def averaged_tensors(trainer: Trainer) -> list[Tensor]:
+def averaged_tensors(trainer: Trainer) -> list[torch.Tensor]:
     """Return the tensors that callbacks write into a checkpoint as they are at the time of the write."""
     models = averaged_models(trainer)
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
@@ -388,7 +385,7 @@ def swap_for_validation(trainer: Trainer) -> None:
         kind.on_validation_epoch_start(callback, trainer, trainer.lightning_module)
 
 
-@contextmanager
+@contextlib.contextmanager
 def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
     """Within the block, undo the swap of weights that WeightAveraging makes for a validation run."""
     for kind, callback in _swapping(trainer):
@@ -411,7 +408,7 @@ def _packed(values: list[Any]) -> object:
 
 
 def _unpacked(values: Any) -> list[Any]:
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+    return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
 @contextlib.contextmanager

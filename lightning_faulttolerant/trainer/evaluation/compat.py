@@ -48,11 +48,6 @@ def is_predicting(loop: object) -> bool:
     return isinstance(loop, _PredictionLoop)
 
 
-def mode_of(loop: Any) -> dict[str, bool]:
-    """Return which modules were in training mode before the evaluation."""
-    return dict(loop._module_mode.mode)
-
-
 def predictions_of(loop: Any) -> list[list[object]]:
     """Return the predictions that the loop keeps, by loader."""
     return cast(list[list[object]], loop._predictions)

@@ -171,7 +171,7 @@ class OtherRanks:
 
     def _metrics(self, rank: int) -> tuple[dict[str, object], list[str]]:
         metrics, module = [state["metrics"] for state in self._states], self._trainer.lightning_module
-        return merged_metrics(metrics, module, rank=rank, num_ranks=self._trainer.world_size)
+        return merged_metrics(metrics, module, rank=rank)
 
     def _redistribute(self, rank: int, *, is_per_sample: bool) -> None:
         states, first, num_ranks = self._states, self._states[0], self._trainer.world_size

@@ -21,8 +21,7 @@ from itertools import chain, count
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError, RunInUseError
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER
-from lightning_faulttolerant.records.history import FILE_NAME as HISTORY_NAME
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME as HISTORY_NAME
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.fingerprint import (

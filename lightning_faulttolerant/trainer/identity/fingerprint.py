@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.records.runs import FitRecord
 from lightning_faulttolerant.state.reachable import file_of, is_users_file, own_dict
@@ -289,9 +287,13 @@ def _weights(module: LightningModule) -> str:
     return digest.hexdigest()
 
 
-def _tensors(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: LightningModule) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
-        if not is_lazy(parameter) and type(parameter.data) is Tensor and not parameter.is_complex():
+        if (
+            not torch.nn.parameter.is_lazy(parameter)
+            and type(parameter.data) is torch.Tensor
+            and not parameter.is_complex()
+        ):
             yield name, parameter.data
 
 

@@ -158,7 +158,7 @@ def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[
     """Return the script, its arguments, and whether several processes like this one may run at the same time."""
     main = _main_file()
     if main is None:
-        return _without_file(argv, environment)
+        return _without_file(environment)
     launcher = _launcher_of(main)
     launched = os.path.join(_working_directory(), argv[0]) if argv and argv[0] else ""
     if launcher is not None and os.path.isfile(launched) and _launcher_of(launched) is None:
@@ -171,7 +171,7 @@ def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[
     return _absolute(main), argv[1:], False
 
 
-def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
+def _without_file(environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
     """Return the same for a notebook, or for a session in which the user types code."""
     names = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
     if "get_ipython" not in names:

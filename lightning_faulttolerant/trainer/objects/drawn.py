@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.state import orders
 from lightning_faulttolerant.state.objects.graph import is_at
@@ -186,7 +185,7 @@ def parts_of_loaders(loaders: Mapping[str, object]) -> dict[str, object]:
     """Return the parts of the loaders, by place and name."""
     found = {}
     for place, loader in loaders.items():
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, torch.utils.data.DataLoader):
             found.update({f"{place}.{name}": getattr(loader, name, None) for name in _OF_LOADERS})
     return found
 

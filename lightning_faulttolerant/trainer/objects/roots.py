@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.loader.exactness import REPLAYED, has_own_class, names_of_others
 from lightning_faulttolerant.loader.objects import (
@@ -23,9 +21,9 @@ from lightning_faulttolerant.loader.objects import (
     is_iterated,
 )
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
-from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer, once_per_kind
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer
 from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces
-from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries
+from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries, once_per_kind
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.compat import experiments_of
 from lightning_faulttolerant.trainer.process import is_left_out
@@ -141,13 +139,13 @@ def rules_of(trainer: Trainer) -> Rules:
 
     def is_live(value: object) -> bool:
         is_replayed = hasattr(type(value), REPLAYED)
-        is_loader = is_replayed or (isinstance(value, DataLoader) and not has_own_class(value))
+        is_loader = is_replayed or (isinstance(value, torch.utils.data.DataLoader) and not has_own_class(value))
         return id(value) in own or is_loader or isinstance(value, Trainer) or is_iterated(value)
 
     def left_out(value: object) -> Collection[str]:
         if isinstance(value, Namespace):
             return names_of_trainers() if value.owner is trainer and value.names is None else ()
-        if isinstance(value, DataLoader):
+        if isinstance(value, torch.utils.data.DataLoader):
             return names_of_others(type(value))
         if is_optimizer(value):
             return _of_optimizers() if id(value) in optimizers else _of_optimizers() - {"state", "param_groups"}
@@ -191,8 +189,8 @@ def _of_lightnings(kind: type) -> frozenset[str]:
     """Return the names of the attributes that torch's or Lightning's own code sets on objects of this class."""
     if issubclass(kind, LightningModule):
         return _names_of(LightningModule)
-    if issubclass(kind, nn.Module):
-        return _names_of(nn.Module)
+    if issubclass(kind, torch.nn.Module):
+        return _names_of(torch.nn.Module)
     if issubclass(kind, LightningDataModule):
         return _names_of(LightningDataModule)
     return names_in_libraries(kind) | ({"log", "log_dict"} if issubclass(kind, Callback) else set())

@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import IO, Any, Protocol
 
 import torch.distributed as dist
@@ -50,10 +49,10 @@ def call_off_observers() -> None:
 class ShardFiles(Protocol):
     """Files that are not on a disk."""
 
-    def open_writer(self, path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+    def open_writer(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Open a file for writing."""
 
-    def open_reader(self, path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+    def open_reader(self, path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Open a file for reading."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

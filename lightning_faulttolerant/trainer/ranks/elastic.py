@@ -221,13 +221,14 @@ class Resized:
             )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])
-        metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank, num_ranks=num_ranks)
+        metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank)
         self.lost += lost
         self._tell_rng(is_per_sample=is_per_sample)
         results = merged_results([s["results"] for s in states], rank=rank, num_ranks=num_ranks)
         saved_accumulation = fingerprint["trainer"]["accumulate_grad_batches"]
-        if saved_accumulation != self._trainer.accumulate_grad_batches:
-            first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": self._accumulation_now()}}
+        accumulation = self._trainer.accumulate_grad_batches
+        if saved_accumulation != accumulation:
+            first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": accumulation}}
         return {
             **{name: part for name, part in first.items() if name in _OF_RANK_0},
             **generators_of_rank(states, rank),
@@ -236,9 +237,6 @@ class Resized:
             "metrics": metrics,
             "results": results,
         }
-
-    def _accumulation_now(self) -> int:
-        return self._trainer.accumulate_grad_batches
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
         reason = "sums over ranks have a different order, so their last bits differ"

@@ -22,14 +22,11 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, TypeVar, final
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
@@ -40,8 +37,7 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_of_bits
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
-from lightning_faulttolerant.trainer.files.run_files import load as load_content
-from lightning_faulttolerant.trainer.files.run_files import part_of
+from lightning_faulttolerant.trainer.files.run_files import load as load_content, part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
@@ -107,7 +103,7 @@ def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
             group.update({name: value for name, value in loaded.items() if name in group and name != "params"})
 
 
-def _stand_in(optimizer: Optimizer) -> Optimizer:
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the same parameters that has a state: torch can't load a file into one without."""
     groups = [{"params": group["params"]} for group in optimizer.param_groups]
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
@@ -121,7 +117,7 @@ def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
                 state["state"] = {name: {} for group in state["param_groups"] for name in group["params"]}
 
 
-def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:
+def _one_without_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if optimizer.state or any(parameter.grad is not None for parameter in parameters):
         return []
@@ -200,7 +196,9 @@ class ShardWriter:
             return self._first("commit", series, lambda own: own.commit_directory(directory, files))
         except BaseException:
             if series is not None:
-                with suppress(OSError):  # the first error is the one to report, and the next save tries again
+                with contextlib.suppress(
+                    OSError
+                ):  # the first error is the one to report, and the next save tries again
                     series.drop_directory(directory)
             raise
 
@@ -445,7 +443,7 @@ class Replicas:
         return "Change weights in the same way on all ranks, and average them at each step"
 
 
-def _sums(module: nn.Module) -> dict[str, int]:
+def _sums(module: torch.nn.Module) -> dict[str, int]:
     """Return a sum of the bits of each piece of a parameter that another rank may hold too."""
     places = {name: (_place(parameter), parameter) for name, parameter in module.named_parameters()}
     found = {f"{name} {place}".rstrip(): p for name, (place, p) in places.items() if place is not None}

@@ -17,7 +17,6 @@ from typing import Any, final
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.ranks import RankReader, Ranks, check, identity_of
 from lightning_faulttolerant.checkpoint.schema import (
@@ -37,6 +36,7 @@ from lightning_faulttolerant.errors import (
     NoValidCheckpointError,
     RanksLostError,
     UnsafeCheckpointError,
+    worded,
 )
 from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.state.objects.leaves import has_pickles, unpickled

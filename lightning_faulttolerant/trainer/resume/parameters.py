@@ -18,8 +18,6 @@ from typing import Final, final
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.tensors import buffers_of, sums_of_bits
@@ -37,7 +35,7 @@ def convert_module(trainer: Trainer) -> None:
         plugin.convert_module(trainer.lightning_module)
 
 
-def rounded(module: nn.Module, state_dict: Mapping[str, object]) -> list[str]:
+def rounded(module: torch.nn.Module, state_dict: Mapping[str, object]) -> list[str]:
     """Return the weights of a checkpoint that a load would round now, with both types.
 
     Args:
@@ -48,7 +46,7 @@ def rounded(module: nn.Module, state_dict: Mapping[str, object]) -> list[str]:
     return [
         f"{name} is saved as {_name(saved)} and would be loaded as {_name(own)}"
         for name, own, saved in found
-        if isinstance(saved, Tensor) and not _holds(own.dtype, saved.dtype)
+        if isinstance(saved, torch.Tensor) and not _holds(own.dtype, saved.dtype)
     ]
 
 
@@ -60,7 +58,7 @@ def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
         return saved == own or saved.itemsize < own.itemsize
 
 
-def _name(tensor: Tensor) -> str:
+def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -92,7 +90,7 @@ class LoadedWeights:
         reasons = []
         for name in changed:
             value = saved.get(name)
-            if isinstance(value, Tensor) and value.shape == now[name].shape:
+            if isinstance(value, torch.Tensor) and value.shape == now[name].shape:
                 value = value.to(now[name].dtype)
                 if sums_of_bits({name: value}) == {name: self._sums[name]}:
                     now[name].copy_(value)
@@ -103,9 +101,9 @@ class LoadedWeights:
             )
         return reasons
 
-    def _now(self) -> dict[str, Tensor]:
+    def _now(self) -> dict[str, torch.Tensor]:
         found = {**dict(self._module.named_parameters()), **buffers_of(self._module, persistent=True)}
-        return {name: tensor for name, tensor in found.items() if not is_lazy(tensor)}
+        return {name: tensor for name, tensor in found.items() if not torch.nn.parameter.is_lazy(tensor)}
 
 
 class RestoredWeights:

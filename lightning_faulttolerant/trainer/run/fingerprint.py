@@ -21,9 +21,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, __version__  # type: ignore[attr-defined]  # it lists other names only
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch import Tensor
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_faulttolerant.checkpoint.schema import SavedFingerprint
@@ -228,7 +225,11 @@ def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> d
     """Return the names of the parameters as they are before pruning, with their shapes if `has_shapes`."""
     buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
     found = without_masks({**dict(module.named_parameters()), **buffers})
-    shapes = {name: LAZY if is_lazy(value) else list(value.shape) for name, value in found.items() if value is not None}
+    shapes = {
+        name: LAZY if torch.nn.parameter.is_lazy(value) else list(value.shape)
+        for name, value in found.items()
+        if value is not None
+    }
     parameters = shapes if has_shapes else dict.fromkeys(shapes)
     return {"class": type(module).__qualname__, "parameters": parameters}
 
@@ -248,7 +249,7 @@ def tensor_parallel_size(trainer: Trainer) -> int:
     return trainer.strategy.device_mesh["tensor_parallel"].size()
 
 
-def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, object]:
+def optimizer_fingerprint(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the class and the arguments of an optimizer."""
     # torch adds this default when it loads a state.
     optimizer = unwrapped(optimizer)
@@ -347,12 +348,12 @@ def _file_names(values: Sequence[object]) -> str | None:
 def _is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     is_numpy = numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
-    return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested)
+    return is_numpy or (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested)
 
 
 def _digest(array: Any) -> str:
     # NumPy's `flat` takes any array, even read-only, reversed, or of foreign byte order, and copies only the sample.
-    flat = array.detach().reshape(-1) if isinstance(array, Tensor) else array.flat
+    flat = array.detach().reshape(-1) if isinstance(array, torch.Tensor) else array.flat
     stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
 

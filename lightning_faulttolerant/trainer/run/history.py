@@ -42,14 +42,13 @@ from lightning_faulttolerant.records.history import (
 )
 from lightning_faulttolerant.records.requests import Skip
 from lightning_faulttolerant.records.runs import Parent
-from lightning_faulttolerant.records.shortening import sum_of_validations
 from lightning_faulttolerant.supervision.marks import last_hang
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, num_evaluated, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.directory import Script
-from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory
+from lightning_faulttolerant.trainer.run.history_file import HistoryFile, NoHistory, sum_of_validations
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
 _MAX_TEXT = 300

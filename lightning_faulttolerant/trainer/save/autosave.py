@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -225,7 +224,9 @@ class Autosaver:
             self._write_now(series, checkpoint, position, began)
             return True
         waited = self.pace.now() - began
-        self._background.start(partial(self._write_in_background, series, staged, position, began, waited), position)
+        self._background.start(
+            functools.partial(self._write_in_background, series, staged, position, began, waited), position
+        )
         self._note(position, began)
         return False
 

@@ -86,8 +86,7 @@ class KeptSteps:
 
     def _num_reached(self, position: TrainerPosition | None = None) -> int:
         """Return how many multiples were reached at a position, by default now."""
-        assert self._every is not None
-        return self._num_steps(position) // self._every
+        return 0 if self._every is None else self._num_steps(position) // self._every
 
     def _num_steps(self, position: TrainerPosition | None = None) -> int:
         """Return how many steps were done at a position, by default now."""

@@ -71,8 +71,7 @@ from lightning_faulttolerant.trainer.ranks.strategies import (
     users_optimizers,
 )
 from lightning_faulttolerant.trainer.resume.parameters import held_by_groups
-from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE
-from lightning_faulttolerant.trainer.resume.report import ORDER
+from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
 from lightning_faulttolerant.trainer.settings import Options
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import shard_of
@@ -31,7 +30,7 @@ class Digest:
     def feed(self, value: object) -> None:
         """Add a value: nested containers of tensors, arrays, and plain values, or objects with such attributes."""
         value = shard_of(value)
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             self._feed_tensor(value)
         elif isinstance(value, _PLAIN):
             self._text(f"{type(value).__name__} {value!r}")
@@ -82,7 +81,7 @@ class Digest:
             self._text(type(value).__qualname__)
             self.feed(_attributes(value))
 
-    def _feed_tensor(self, value: Tensor) -> None:
+    def _feed_tensor(self, value: torch.Tensor) -> None:
         if value.is_nested:
             self.feed(list(value.unbind()))
             return
@@ -102,9 +101,9 @@ class Digest:
             self._state.update((ctypes.c_char * num_bytes).from_address(value.data_ptr()))  # no copy of it
 
 
-def _parts_of(value: Tensor) -> dict[str, object] | None:
+def _parts_of(value: torch.Tensor) -> dict[str, object] | None:
     """Return the parts of a tensor if it has no memory itself: reading at its address would end the process."""
-    if type(value) in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return None
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
@@ -137,7 +136,7 @@ def digest(value: object) -> str:
 def exact(value: Any) -> object:
     """Return a number as text that loses no bit, or anything else in a form that JSON can hold."""
     value = shard_of(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return digest(value) if value.numel() != 1 else exact(value.item())
     if isinstance(value, float):
         return value.hex()

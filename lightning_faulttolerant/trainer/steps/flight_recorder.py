@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_faulttolerant.errors import IncidentError, RanksLostError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -31,7 +30,7 @@ from lightning_faulttolerant.records.incidents import NUM_LOSSES, Incident, Meas
 from lightning_faulttolerant.records.requests import StepPlace
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.state.tensors import bit_sums, shard_of
-from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, num_completed_in_all
+from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.steps.compat import fetches_seen
@@ -61,7 +60,7 @@ class StepDump:
         self._order = LastBatchIndices(trainer, loaders)
         self._place: StepPlace | None = None
         self._known: dict[str, Any] = {}
-        patches.around(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._around_before_fetch)
+        self._order.take_seam(patches)
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
@@ -99,10 +98,6 @@ class StepDump:
             _log.warning("The batch can't be pickled, and is left out of %s.pt: %s", path, error)
             torch.save({**step, **kept, "fetched": None, "generators": tensors}, f"{path}.pt")
 
-    def _around_before_fetch(self, original: Method) -> None:
-        self._order.before_fetch()
-        original()
-
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if self._place is None:
             return original(*args, **kwargs)
@@ -115,7 +110,7 @@ class StepDump:
             output = original(*args, **kwargs)
         self._note(fetched, states)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._known["loss"] = loss.detach().cpu().clone() if isinstance(loss, Tensor) else None
+        self._known["loss"] = loss.detach().cpu().clone() if isinstance(loss, torch.Tensor) else None
         return output
 
     def _note(self, fetched: list[object], states: Mapping[str, bytes]) -> None:
@@ -166,7 +161,7 @@ def _norms(module: torch.nn.Module) -> dict[str, float]:
 
 def _copied(batch: object) -> object:
     """Return a batch with copies of its tensors on the CPU: the step may change them in place."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, torch.Tensor):
         return batch.detach().cpu().clone()
     if isinstance(batch, Mapping):
         return {name: _copied(value) for name, value in batch.items()}
@@ -185,7 +180,7 @@ def leaves_of(name: str, batch: object) -> list[tuple[str, object]]:
 
 def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dict[str, object]:
     told: dict[str, Any] = {"name": name, "checksum": digest(value)}
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         return {**told, "type": type(value).__name__}
     told |= {"dtype": str(value.dtype), "shape": list(value.shape)}
     if not value.dtype.is_floating_point or not value.numel() or torch.isfinite(value).all():
@@ -199,14 +194,14 @@ def _told(name: str, value: object, indices: Mapping[str, object] | None) -> dic
 
 
 def _listed(indices: object) -> object:
-    if isinstance(indices, Tensor):
+    if isinstance(indices, torch.Tensor):
         return indices.tolist()
     return [_listed(each) for each in indices] if isinstance(indices, (list, tuple)) else indices
 
 
 def _number(value: object) -> Any:
     """Return a number for JSON, which has no NaN, or the list of several."""
-    found = value.tolist() if isinstance(value, Tensor) else value
+    found = value.tolist() if isinstance(value, torch.Tensor) else value
     if isinstance(found, list):
         return [_number(each) for each in found]
     return found if not isinstance(found, float) or math.isfinite(found) else str(found)
@@ -223,7 +218,7 @@ class SeenStep:
     """
 
     batch: object
-    loss: Tensor | None = None
+    loss: torch.Tensor | None = None
     num_backward: int = 0
 
 
@@ -256,7 +251,7 @@ class StepSeams:
         seen = self._seen = SeenStep(batch=args[0] if args else None)
         output = original(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor):
+        if isinstance(loss, torch.Tensor):
             seen.loss = loss.detach()
         self._after_step(seen)
         return output
@@ -265,21 +260,21 @@ class StepSeams:
         output = original(loss, *args, **kwargs)
         seen = self._seen
         seen.num_backward += 1
-        if not self._trainer.lightning_module.automatic_optimization and isinstance(loss, Tensor):
+        if not self._trainer.lightning_module.automatic_optimization and isinstance(loss, torch.Tensor):
             seen.loss = loss.detach()
         self._after_backward(seen)
         return output
 
 
 @torch.no_grad()
-def loss_and_norm(loss: Tensor | None, gradients: Iterable[Tensor]) -> tuple[float | None, float]:
+def loss_and_norm(loss: torch.Tensor | None, gradients: Iterable[torch.Tensor]) -> tuple[float | None, float]:
     """Return a loss, and the 2-norm of all gradients together, with one wait for the device.
 
     Args:
         loss: A tensor with one element; ``None`` if there is none.
         gradients: Gradients of any shapes.
     """
-    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    by_kind: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         values = shard_of(gradient).detach()
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values
@@ -293,15 +288,15 @@ def loss_and_norm(loss: Tensor | None, gradients: Iterable[Tensor]) -> tuple[flo
     return (numbers[0] if scalars else None), math.hypot(*numbers[len(scalars) :])
 
 
-def _norm(values: list[Tensor]) -> Tensor:
+def _norm(values: list[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of tensors of one device and type together."""
     if hasattr(torch.nn.utils, "get_total_norm"):  # since torch 2.6: a few kernels for all of them
         return torch.nn.utils.get_total_norm(values)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in values]))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in values]))
     return norm
 
 
-def _wide(values: Tensor) -> Tensor:
+def _wide(values: torch.Tensor) -> torch.Tensor:
     """Return values in a type in which a norm of theirs does not overflow, if their device has one."""
     return values.float() if values.device.type == "mps" else values.double()
 
@@ -317,7 +312,7 @@ def not_finite(module: LightningModule) -> tuple[str, ...]:
     return tuple(name for name, grad in grads if grad is not None and not _is_finite(shard_of(grad)))
 
 
-def _is_finite(values: Tensor) -> bool:
+def _is_finite(values: torch.Tensor) -> bool:
     values = values.coalesce().values() if values.layout is torch.sparse_coo else values
     return bool(torch.isfinite(values).all())
 
@@ -333,9 +328,9 @@ def sums_of_step(trainer: Trainer, seen: SeenStep) -> dict[str, str]:
     return {"random generators": digest(rng_state()), **found}
 
 
-def _tensors(module: LightningModule, seen: SeenStep) -> Iterator[tuple[str, Tensor]]:
+def _tensors(module: LightningModule, seen: SeenStep) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in leaves_of("", [seen.batch]):
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             yield f"input {name}", value
     yield from ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
     if seen.loss is not None:
@@ -345,7 +340,7 @@ def _tensors(module: LightningModule, seen: SeenStep) -> Iterator[tuple[str, Ten
             yield f"gradient of {name}", parameter.grad
 
 
-def _strided(tensor: Tensor) -> Tensor:
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
 
 
@@ -404,7 +399,7 @@ class FlightRecorder:
     def _measured(self, seen: SeenStep) -> MeasuredStep:
         module = self._trainer.lightning_module
         is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None or has_scaler(module)
-        gradients = [] if is_scaled else [p.grad for p in module.parameters() if isinstance(p.grad, Tensor)]
+        gradients = [] if is_scaled else [p.grad for p in module.parameters() if isinstance(p.grad, torch.Tensor)]
         loss, norm = loss_and_norm(seen.loss, gradients)
         return MeasuredStep(
             step=num_completed_in_all(self._trainer),

@@ -30,7 +30,6 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import Trainer
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, StateBytes
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
@@ -79,7 +78,11 @@ def all_notice(trainer: Trainer) -> bool:
     """
     model = trainer.strategy.model
     exchanges = any(hasattr(optimizer, "consolidate_state_dict") for optimizer in trainer.optimizers)
-    return isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync and not exchanges
+    return (
+        isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        and model.require_backward_grad_sync
+        and not exchanges
+    )
 
 
 @final

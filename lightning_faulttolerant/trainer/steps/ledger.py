@@ -235,7 +235,7 @@ class FitLedger:
     def _take_seams_of_training(self) -> None:
         patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
         if self._order is not None:
-            patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
+            self._order.take_seam(patches)
         patches.around(logger_connector(self._trainer), "on_batch_start", self._around_batch_start)
         patches.around(epoch_loop.automatic_optimization, "run", self._around_step)
         patches.around(epoch_loop.manual_optimization, "run", self._around_step)
@@ -310,16 +310,6 @@ class FitLedger:
         original()
         if not self._has_begun:
             self._begin()
-
-    def _wrap_before_fetch(self, original: Method) -> Method:
-        assert self._order is not None
-        order = self._order
-
-        def before_fetch() -> None:
-            order.before_fetch()
-            original()
-
-        return before_fetch
 
     def _around_batch_start(self, original: Method, batch: object, *args: object, **kwargs: object) -> None:
         if self._trainer.training:
@@ -412,9 +402,13 @@ class LastBatchIndices:
         self._loaders = loaders
         self._before: Places = {}
 
-    def before_fetch(self) -> None:
-        """Note the positions of the loaders: a batch has samples only from the loaders that move."""
+    def take_seam(self, patches: Patches) -> None:
+        """Note the positions of the loaders before each fetch: a batch has samples only from the loaders that move."""
+        patches.around(self._trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._around_before_fetch)
+
+    def _around_before_fetch(self, original: Method) -> None:
         self._before = self._places()
+        original()
 
     def _places(self) -> Places:
         trackers = self._loaders.trackers.items()

@@ -26,7 +26,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import ReplayError
@@ -229,7 +228,7 @@ def _get(owner: object, name: str) -> object:
 
 
 def _set(owner: object, name: str, before: object, value: Any) -> None:
-    if isinstance(before, Tensor):
+    if isinstance(before, torch.Tensor):
         with torch.no_grad():
             before.copy_(torch.as_tensor(value, dtype=before.dtype, device=before.device))
     elif isinstance(owner, MutableMapping) and name in owner:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.objects.leaves import plain_of
 from lightning_faulttolerant.state.objects.object_state import NODES, TABLE, ObjectState

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import checksums, shard_files
-from lightning_faulttolerant.streaming.cache import directory as cache_directory
+from lightning_faulttolerant.streaming.cache import checksums, directory as cache_directory, shard_files
 from lightning_faulttolerant.streaming.cache.downloads import Remote
 from tests.streaming.cache.remotes import (
     HASH,

@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, parse_bytes, shard_files
-from lightning_faulttolerant.streaming.cache import directory as cache_directory
+from lightning_faulttolerant.streaming.cache import (
+    CacheLimit,
+    ShardCache,
+    directory as cache_directory,
+    parse_bytes,
+    shard_files,
+)
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
 from tests.streaming.cache.children import child, run_all, wait_for
 from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.errors import IndexFileError
 from lightning_faulttolerant.streaming.format.index import parse_index

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from lightning_faulttolerant.streaming.order import EpochOrder, Weight, batched_deal, batched_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.batching import portions

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.streaming.order import RemainingPositions, normalised, positions_of_step
 from lightning_faulttolerant.streaming.world import World

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 from lightning_faulttolerant.streaming.order import Weight, batched_order, epoch_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.epoch import chosen_of_shards, samples_of_shards

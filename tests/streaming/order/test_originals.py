@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from lightning_faulttolerant.streaming.order import RemainingPositions, epoch_order, kept_nodes
 from lightning_faulttolerant.streaming.order.originals import (

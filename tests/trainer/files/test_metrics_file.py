@@ -7,8 +7,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 from lightning_faulttolerant.trainer.files.loggers import MetricsFile

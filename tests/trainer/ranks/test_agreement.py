@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks import agreement as agreement_module

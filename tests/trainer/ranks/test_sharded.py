@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
-from lightning_faulttolerant.checkpoint import series as series_module
+from lightning_faulttolerant.checkpoint import AutosaveSeries, series as series_module
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.errors import RanksLostError

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.storage.local import LocalStore

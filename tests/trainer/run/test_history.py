@@ -20,8 +20,7 @@ from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
-from lightning_faulttolerant.trainer.run import history as history_module
-from lightning_faulttolerant.trainer.run import history_file
+from lightning_faulttolerant.trainer.run import history as history_module, history_file
 from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, process_began, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_faulttolerant import FaultTolerance, FaultToleranceError
-from lightning_faulttolerant.advice import OPTIONS_VARIABLE, speak_of_variable, worded
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE, speak_of_variable, worded
 from lightning_faulttolerant.trainer.settings import EXAMPLE, option_names
 from tests.docs.sources import messages
 
