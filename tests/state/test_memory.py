@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,3 +259,15 @@ def test_looks_do_not_depend_on_the_default_device() -> None:
     with torch.device("cuda"):  # nothing is created there: this machine need not have one
         assert memory._torch_parts() == expected
         assert look() == rng_state()
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["in memory", "one by one"])
+def test_ids_of_items(is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids of all items are found, also of a list with room for more, and where the memory can't be read."""
+    if not is_read:
+        monkeypatch.setattr(memory, "_items_at", lambda: None)
+    items: list[object] = []
+    for number in range(100):
+        assert memory.ids_in(items) == struct.pack(f"<{number}q", *map(id, items))
+        items.append(object())
+    assert memory._items_at() is not None or not is_read

@@ -53,6 +53,34 @@ def set_filled(root: Any) -> None:
     root.value.filled = 2
 
 
+def move_between_slots(root: Any) -> None:
+    """Fill the empty slot with the value of the other one, which is emptied."""
+    root.value.empty = root.value.filled
+    del root.value.filled
+
+
+def counter() -> Callable[[], int]:
+    """Return a function with a variable of its own."""
+    number = 0
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return count
+
+
+def replace_large(root: Any) -> None:
+    """Replace a large tensor in a list by another one, which gets the ``id`` of the first."""
+    freed = id(root.value[0])
+    root.value.clear()
+    kept = [torch.ones(1)]
+    while id(kept[-1]) != freed:
+        kept.append(torch.ones(1))
+    root.value.append(kept[-1])
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "attribute": (lambda: 1, lambda root: vars(root).update(value=2), "root"),
     "new attribute": (lambda: 1, lambda root: vars(root).update(other=2), "root"),
@@ -72,10 +100,20 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "set": (lambda: {1, 2}, lambda root: root.value.add(3), "root.value"),
     "slot": (Slotted, set_filled, "root.value"),
     "empty slot": (Slotted, lambda root: setattr(root.value, "empty", 1), "root.value"),
+    "emptied slot": (Slotted, lambda root: delattr(root.value, "filled"), "root.value"),
+    "value moved to another slot": (Slotted, move_between_slots, "root.value"),
+    "variable of a function": (counter, lambda root: root.value(), "root.value.number"),
+    "large tensor in a list": (lambda: [torch.zeros(10_000_000)], replace_large, "root.value"),
     "frozen": (lambda: Frozen(1), lambda root: object.__setattr__(root.value, "number", 2), "root.value"),
     "tensor": (lambda: torch.zeros(2), lambda root: root.value.add_(1), "root.value"),
     "array": (lambda: np.zeros(2), lambda root: np.add(root.value, 1, out=root.value), "root.value"),
     "between neighbors": (lambda: [[1], [2]], move_between_neighbors, "root.value[0]"),
+    "between neighbors, to the first": (
+        lambda: [[1], [2]],
+        lambda root: root.value[0].insert(0, root.value[1].pop()),
+        "root.value[0]",
+    ),
+    "name in a dict": (lambda: {"a": 2}, lambda root: root.value.update(b=root.value.pop("a")), "root.value"),
     "whole dict of attributes": (lambda: 1, lambda root: setattr(root, "__dict__", {**vars(root), "value": 2}), "root"),
 }
 
