@@ -24,14 +24,24 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.ranks import in_ranks
-from benchmarks.runs import BareRandomDataset, TimedModel, be_quiet, fit, machine
+from benchmarks.runs import BareRandomDataset, Stream, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.loader import worker_side
+from lightning_faulttolerant.loader import iterable, per_sample, worker_side
 from lightning_faulttolerant.trainer import boundary as boundaries
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 
 _MOST = 100_000
 _WARM_UP = 30
+_OF_ITERABLE: dict[str, tuple[type | ModuleType, str]] = {
+    "iterable data set: digest of a sample": (iterable, "sample_digest"),
+    "iterable data set: a look at the generators, two for each batch": (iterable.IterableSide, "_states"),
+    "iterable data set: its position after a batch": (iterable.IterableRecord, "note_position"),
+}
+_OF_SAMPLES: dict[str, tuple[type | ModuleType, str]] = {
+    "per_sample: seeding the generators of a sample": (per_sample, "seed_generators"),
+    "per_sample: reading the states to restore": (per_sample, "saved_globals"),
+    "per_sample: restoring them": (per_sample, "restore_globals"),
+}
 _WIDTHS = {"BoringModel": 0, "10 million parameters": 3162}
 
 
@@ -118,6 +128,14 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
         loader = DataLoader(BareRandomDataset(32, steps), num_workers=1)
         fit(TimedModel(), loader, [FaultTolerance(directory / "worker")], directory)
     found["recording the state of a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])
+    for loader, options, parts in (
+        (DataLoader(Stream(32, steps)), {}, _OF_ITERABLE),
+        (DataLoader(BareRandomDataset(32, steps)), {"worker_rng": "per_sample"}, _OF_SAMPLES),
+    ):
+        for name, (owner, function) in parts.items():
+            with Clocked(owner, function) as part:
+                fit(TimedModel(), loader, [FaultTolerance(directory / name, **options)], directory)
+            found[name] = lower_median(part.seconds[_WARM_UP:])
     return {name: seconds * 1e6 for name, seconds in found.items()}
 
 

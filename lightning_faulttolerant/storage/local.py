@@ -293,6 +293,48 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
+_MOUNTS = Path("/proc/self/mountinfo")
+# The file systems of disks and memory. Not FUSE: it may be a mounted bucket.
+_LOCAL_TYPES = frozenset(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay")
+)
+
+
+def is_on_local_disk(directory: str) -> bool:
+    """Return whether only this machine can use the files of a directory. False if that is unknown.
+
+    Args:
+        directory: An existing directory.
+    """
+    try:
+        # By the id of the mount: btrfs gives files other device numbers than its mount has, and a path does not tell
+        # which of several mounts is on top.
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            information = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+        finally:
+            os.close(descriptor)
+        mounts = _MOUNTS.read_text(errors="surrogateescape")
+    except OSError:  # not Linux
+        return False
+    found = re.search(r"^mnt_id:\s*(\d+)$", information, re.MULTILINE)
+    return found is not None and type_of_mount(found[1], mounts) in _LOCAL_TYPES
+
+
+def type_of_mount(mount_id: str, mounts: str) -> str:
+    """Return the type of a mounted file system; empty if it is not listed.
+
+    Args:
+        mount_id: The mount's id.
+        mounts: The content of ``mountinfo``.
+    """
+    for line in mounts.split("\n"):  # not splitlines: a path may contain other separators
+        fields = line.split(" ")
+        if fields[0] == mount_id and "-" in fields[6:-1]:  # a hyphen follows the optional fields
+            return fields[fields.index("-", 6) + 1]
+    return ""
+
+
 def _hostname() -> str:
     return socket.gethostname().replace("/", "_")
 

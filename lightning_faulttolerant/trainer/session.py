@@ -155,7 +155,6 @@ class Session(AnySession):
     @without_collections()
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
-        warm_up()
         self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
         run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options)
         if self._resume is None and self.trainer.num_sanity_val_steps:
@@ -302,6 +301,8 @@ class Session(AnySession):
                 skipped.pass_over(data_fetcher)
             else:
                 original(data_fetcher)
+            if section == FIRST_BATCH:
+                warm_up()  # a fit that resumes saves nothing before, and its user waits for this batch
 
         return advance
 

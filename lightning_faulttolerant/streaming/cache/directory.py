@@ -11,7 +11,7 @@ written shortly before a power loss may have lost its content and nothing else. 
 the checksum of the mark. A mark is written before its file, so a file without a mark was not fetched by this package.
 
 A checksum is not compared with anything when a file has just been fetched, so it may be added to the mark later. Until
-then, the file is trusted only while it is unchanged, and otherwise it is fetched again.
+then, the file is trusted only by this machine and while it is unchanged, and otherwise it is fetched again.
 
 Files that are being written have temporary names. Those of dead processes are removed.
 """
@@ -27,7 +27,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -231,7 +231,7 @@ class ShardMark:
     is_downloaded: bool
     files: tuple[FileMark, ...]
 
-    def is_unchanged(self, paths: list[str]) -> bool:
+    def is_unchanged(self, paths: Sequence[str]) -> bool:
         """Return whether the files are those that were checked, without reading them."""
         return (
             bool(self.boot) and self.boot == this_boot() and [file_identity(path) for path in paths] == self._identities
@@ -272,6 +272,14 @@ def write_mark(path: str, mark: ShardMark) -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with atomic_writer(path, fsync=False) as file:
             file.write(json.dumps(asdict(mark)).encode())
+
+
+def last_use_of(path: str) -> int:
+    """Return when a shard was used last (ns), by its mark; -1 if the mark is missing."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except FileNotFoundError:
+        return -1
 
 
 def file_identity(path: str) -> tuple[int, ...]:

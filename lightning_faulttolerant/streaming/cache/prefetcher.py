@@ -11,10 +11,12 @@ import math
 import multiprocessing
 import os
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import NamedTuple, final
 
 from lightning_faulttolerant.errors import CacheLimitError
@@ -26,6 +28,7 @@ _NUM_THREADS = 4
 _LOOK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
 _JOIN_SECONDS = 5.0
+_SEAL_SECONDS = 1.0
 
 Key = tuple[int, int]
 
@@ -129,7 +132,12 @@ class Prefetcher:
             self._work.let_go((stream, shard))
 
     def close(self) -> None:
-        """End the threads and give up their fetches."""
+        """End the threads and give up their fetches. Checksums that had to wait are then computed, for up to 1 s."""
+        self._end_threads()
+        if self._process_id == os.getpid():
+            self._work.seal_rest()
+
+    def _end_threads(self) -> None:
         self._finalizer()
         if self._process_id == os.getpid():
             for thread in self._threads:
@@ -138,8 +146,14 @@ class Prefetcher:
     def __enter__(self) -> Prefetcher:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # GeneratorExit: the generator that reads may just be garbage-collected, and nothing may wait for that.
+        if kind is None or issubclass(kind, Exception):
+            self.close()
+        else:
+            self._end_threads()
 
 
 @final
@@ -224,6 +238,39 @@ class _ShardFetches:
 
 
 @final
+class _UnsealedShards:
+    """The shards whose checksums have to wait for the first batch."""
+
+    def __init__(self) -> None:
+        self._shards: deque[tuple[ShardCache, int]] = deque()
+        # A shard is there twice if its reader waited for it. Two threads would read it twice.
+        self._lock = threading.Lock()
+
+    def add(self, cache: ShardCache, shard: int) -> None:
+        """Add a shard, which may have its checksum."""
+        self._shards.append((cache, shard))
+
+    def seal_one(self, *, is_wanted: Callable[[], bool]) -> bool:
+        """Add the checksums of one shard. Return False if there is none, or if another thread is adding those of one.
+
+        Args:
+            is_wanted: Called often meanwhile. If it returns False, the shard stays.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._shards or not is_wanted():
+                return False
+            cache, shard = self._shards[0]
+            is_done = cache.seal(shard, is_wanted=is_wanted)
+            if is_done:
+                self._shards.popleft()
+            return is_done
+        finally:
+            self._lock.release()
+
+
+@final
 class _Work:
     """The state that the threads share. They must not refer to their Prefetcher, or it would never be garbage."""
 
@@ -246,7 +293,7 @@ class _Work:
         self._wanted: Key | None = None
         self._makes_way = False
         self._fetches = _ShardFetches()
-        self._unsealed: deque[tuple[ShardCache, int]] = deque()
+        self._unsealed = _UnsealedShards()
 
     def run(self) -> None:
         """Fetch until nothing is left; runs in a thread."""
@@ -256,7 +303,7 @@ class _Work:
                     self._fetch(need)
                     self._seal_one()
                 self._wait_for_first()
-                while self._seal_one():
+                while self._seal_one():  # another thread that adds one now gets here too
                     pass
         except StoppedError:
             pass
@@ -266,8 +313,14 @@ class _Work:
         if self.position >= self._first:
             return cache.fetch(shard)
         directory = cache.fetch(shard, is_sealed=False)
-        self._unsealed.append((cache, shard))
+        self._unsealed.add(cache, shard)
         return directory
+
+    def seal_rest(self) -> None:
+        """Add the checksums that are still missing, for up to a second."""
+        deadline = time.monotonic() + _SEAL_SECONDS
+        while self._unsealed.seal_one(is_wanted=lambda: time.monotonic() < deadline):
+            pass
 
     def wake(self) -> None:
         """Let the threads check the reader's position."""
@@ -336,12 +389,7 @@ class _Work:
         """Add one of the checksums that had to wait for the first batch. Return whether there was one."""
         if self.position < self._first or self.stop.is_set():
             return False
-        try:
-            cache, shard = self._unsealed.popleft()
-        except IndexError:
-            return False
-        cache.seal(shard)
-        return True
+        return self._unsealed.seal_one(is_wanted=lambda: not self.stop.is_set())
 
     def _fetch(self, need: Need) -> None:
         key = need.stream, need.shard

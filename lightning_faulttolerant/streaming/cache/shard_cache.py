@@ -9,16 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.streaming.cache.checksums import hash_fault, size_fault
 from lightning_faulttolerant.streaming.cache.directory import ProcessLock, locked, temporary_for
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
-from lightning_faulttolerant.streaming.cache.shard_files import (
-    CacheContents,
-    CacheLimit,
-    KeptShards,
-    hash_fault,
-    publish,
-    size_fault,
-)
+from lightning_faulttolerant.streaming.cache.shard_files import CacheContents, CacheLimit, KeptShards, publish
 from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, is_known_hash
 
@@ -161,14 +155,17 @@ class ShardCache:
             self._kept.touch(shard)
         return self.directory
 
-    def seal(self, shard: int) -> None:
+    def seal(self, shard: int, *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
         """Compute the checksum of a shard if it was fetched without one.
 
         Args:
             shard: Its number in the index.
+            is_wanted: Called often meanwhile. If it returns False, the shard stays without a checksum.
+
+        Returns:
+            False if the checksum is not wanted now and still missing.
         """
-        if self._remote is not None:
-            self._kept.seal(shard)
+        return self._remote is None or self._kept.seal(shard, is_wanted=is_wanted)
 
     def open(self, shard: int, opener: Callable[[str], Opened]) -> Opened:
         """Return the opener's result for a shard. If the shard is evicted before it is opened, it is fetched again.
@@ -270,8 +267,7 @@ class ShardCache:
 
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
-            os.makedirs(self.directory, exist_ok=True)
-            self._kept.sweep()
+            self._kept.prepare()
             self._swept_by = os.getpid()
 
     def _can_be_decompressed(self, shard: int) -> bool:

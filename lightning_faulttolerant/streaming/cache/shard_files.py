@@ -10,14 +10,22 @@ import glob
 import os
 import re
 import time
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.storage.local import target_name
+from lightning_faulttolerant.streaming.cache.checksums import (
+    CRC32,
+    crc32,
+    hash_fault,
+    mark_fault,
+    seal,
+    size_fault,
+    trusts_unsealed,
+)
 from lightning_faulttolerant.streaming.cache.directory import (
     LOCK_SUFFIX,
     MARK_SUFFIX,
@@ -28,6 +36,7 @@ from lightning_faulttolerant.streaming.cache.directory import (
     ShardMark,
     file_identity,
     is_abandoned,
+    last_use_of,
     locked,
     mark_path,
     parse_bytes,
@@ -36,22 +45,7 @@ from lightning_faulttolerant.streaming.cache.directory import (
     write_mark,
 )
 from lightning_faulttolerant.streaming.cache.downloads import pause
-from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, digest
-
-CRC32 = "crc32"
-
-_BLOCK_BYTES = 1 << 20
-
-
-def crc32(path: str) -> str:
-    """Return the CRC32 of a file: the checksum if no hash of the index is requested."""
-    checksum = 0
-    block = bytearray(_BLOCK_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        while num_bytes := file.readinto(block):
-            checksum = zlib.crc32(memoryview(block)[:num_bytes], checksum)
-    return f"{checksum:08x}"
-
+from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo
 
 _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
@@ -98,6 +92,7 @@ class KeptShards:
         self._validate_hash = validate_hash
         self._is_marked = is_marked
         self._numbers: dict[str, int] = {}
+        self._seals_later = False
 
     def path(self, file: ShardFile) -> str:
         """Return the path of a file."""
@@ -109,8 +104,13 @@ class KeptShards:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
-    def sweep(self) -> None:
-        """Remove the leftovers of dead processes."""
+    def prepare(self) -> None:
+        """Create the directory, remove the leftovers of dead processes, and find out whether machines may share it.
+
+        Each process calls it before its first fetch.
+        """
+        os.makedirs(self.directory, exist_ok=True)
+        self._seals_later = trusts_unsealed(self.directory)
         for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
             remove_leftovers(os.path.join(self.directory, folder))
             own = os.path.join(self.directory, MARKS_DIRECTORY, folder)
@@ -143,7 +143,7 @@ class KeptShards:
             if self._validate_hash is not None:
                 fault = hash_fault(self.path(file), file, self._validate_hash)
             else:
-                fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
+                fault = None if mark is None else mark_fault(self.path(file), mark.files[number])
             if fault:
                 return f"{file.basename}: {fault}"
         if self._is_marked:  # else nothing would use the checksums, which take as long as reading the whole shard
@@ -157,40 +157,33 @@ class KeptShards:
         Args:
             shard: Its number.
             temporaries: The checked files, in the order of the shard's files.
-            is_sealed: Whether to compute their checksums now; otherwise `seal` does so later.
+            is_sealed: Whether to compute their checksums now; otherwise `seal` does so later, if all processes that use
+                the directory trust the files until then.
 
         Raises:
             OSError: If a file is gone, or can't be moved.
         """
         checksums: tuple[str, ...] = ()
         if self._is_marked:
-            is_free = self._validate_hash is not None  # the index has them
-            checksums = self._checksums(shard, temporaries) if is_sealed or is_free else ("",) * len(temporaries)
+            is_later = not is_sealed and self._seals_later and self._validate_hash is None  # else the index has them
+            checksums = ("",) * len(temporaries) if is_later else self._checksums(shard, temporaries)
         # Before and after: between the two, and after a power loss, the checksum shows whether the file is complete.
         self._mark(shard, checksums, is_downloaded=True, is_new=True)
         for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
             publish(temporary, self.path(file), is_durable=not self._is_marked)
         self._mark(shard, checksums, is_downloaded=True)
 
-    def seal(self, shard: int) -> None:
-        """Add the missing checksums of a fetched shard to its mark, if its files are unchanged since.
-
-        Nothing is done while another process or thread fetches or evicts the shard.
+    def seal(self, shard: int, *, is_wanted: Callable[[], bool]) -> bool:
+        """Add the missing checksums of a fetched shard to its mark, unless it was fetched again or evicted since.
 
         Args:
             shard: Its number.
+            is_wanted: Called often meanwhile. If it returns False, the mark stays as it is.
+
+        Returns:
+            False if the checksums are not wanted now and still missing.
         """
-        path, paths = self._mark_path(shard), self._paths(shard)
-        with contextlib.suppress(OSError), locked(self.lock_path(shard), 0) as lock:
-            mark = read_mark(path)
-            if lock is None or mark is None or mark.is_sealed:
-                return
-            last_use = _last_use(path)
-            checksums = [crc32(path) for path in paths]
-            if mark.is_unchanged(paths):
-                files = [replace(file, checksum=each) for file, each in zip(mark.files, checksums, strict=True)]
-                write_mark(path, replace(mark, files=tuple(files)))
-                os.utime(path, ns=(last_use, last_use))  # this was no use
+        return seal(self._mark_path(shard), self._paths(shard), self.lock_path(shard), is_wanted=is_wanted)
 
     def remove(self, shard: int) -> int:
         """Remove all files of a shard and return the number of bytes freed."""
@@ -243,7 +236,7 @@ class KeptShards:
         path = self._mark_path(shard)
         with locked(self.lock_path(shard), 0) as lock:
             mark = read_mark(path)
-            if lock is None or mark is None or not mark.is_downloaded or _last_use(path) != last_use:
+            if lock is None or mark is None or not mark.is_downloaded or last_use_of(path) != last_use:
                 return 0
             return self.remove(shard)
 
@@ -310,34 +303,6 @@ def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
         raise OSError(f"{temporary} was removed before it was complete") from error
 
 
-def size_fault(path: str, num_bytes: int) -> str | None:
-    """Return the fault in a file's size, or None if it is correct."""
-    try:
-        found = os.stat(path).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return "it does not exist"
-    return None if found == num_bytes else f"it has {found} bytes, but the index says {num_bytes}"
-
-
-def hash_fault(path: str, file: ShardFile, algorithm: str) -> str | None:
-    """Return the fault in a file's hash, or None if it is correct."""
-    found, expected = _digest(path, algorithm), file.hashes[algorithm]
-    return None if found == expected else f"its {algorithm} is {found}, but the index says {expected}"
-
-
-def _mark_fault(path: str, mark: FileMark) -> str | None:
-    if not mark.checksum:
-        return "it may have changed, and its checksum is not known"
-    found = _digest(path, mark.algorithm)
-    return None if found == mark.checksum else f"its {mark.algorithm} is {found}, but was {mark.checksum}"
-
-
-def _digest(path: str, algorithm: str) -> str:
-    if algorithm == CRC32:
-        return crc32(path)
-    return digest(path, algorithm)
-
-
 def _files(directory: str, prefix: str) -> Iterator[tuple[os.DirEntry[str], str]]:
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
@@ -345,13 +310,6 @@ def _files(directory: str, prefix: str) -> Iterator[tuple[os.DirEntry[str], str]
                 yield entry, prefix + entry.name
             elif entry.is_dir() and not _OTHER_INDEX.fullmatch(entry.name):
                 yield from _files(entry.path, f"{prefix}{entry.name}/")
-
-
-def _last_use(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except FileNotFoundError:
-        return -1
 
 
 def _remove(path: str) -> int:

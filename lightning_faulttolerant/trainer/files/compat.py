@@ -5,11 +5,15 @@ Of WandbLogger, MLFlowLogger, and a run of W&B, too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import re
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -44,6 +48,9 @@ LOGGER_SEAMS = {
 }
 CSV_SEAMS = {"_save_dir": "a CSVLogger whose directory is another one at each start continues in its first one"}
 TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged after the resumed step"}
+EVENT_WRITER_SEAMS = {"time": "TensorBoard reads the event file of a resumed run last"}
+CLOCK = "time"
+EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.[^/]*$")
 STRATEGY_SEAMS = {"_checkpoint_io": "checkpoints of ModelCheckpoint and trainer.save_checkpoint that no crash damages"}
 CHECKPOINT_IO = "_checkpoint_io"
 CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
@@ -212,9 +219,65 @@ def go_on_in_tensorboard(logger: TensorBoardLogger, purge_step: int | None) -> N
         logger._experiment = None
     logger._kwargs = kwargs if purge_step is None else {**kwargs, "purge_step": purge_step}
     try:
-        _ = logger.experiment
+        with begins_last(logger.log_dir):
+            _ = logger.experiment
     finally:
         logger._kwargs = kwargs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaterClock:
+    """Stands for the module ``time``, with a clock that shows a later time to one thread.
+
+    Args:
+        earliest: The earliest time that it shows, in seconds.
+        thread: The thread.
+    """
+
+    earliest: int
+    thread: int
+
+    def time(self) -> float:
+        """Return the time in seconds."""
+        return max(time.time(), self.earliest) if threading.get_ident() == self.thread else time.time()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+@contextlib.contextmanager
+def begins_last(log_dir: str) -> Iterator[None]:
+    """Let TensorBoard read an event file that this thread begins in the block after all those in a directory.
+
+    It reads them in the order of their names. These begin with the second, and continue with the names of host and
+    process. So a file of the same second, or from a host whose clock is ahead, may have a later name.
+
+    Args:
+        log_dir: The directory.
+    """
+    earliest = 1 + max((int(found[1]) for found in map(EVENT_FILE.search, files_of(log_dir)) if found), default=-1)
+    try:
+        from torch.utils.tensorboard.writer import EventFileWriter  # type: ignore[attr-defined]  # SummaryWriter's
+    except ImportError:  # the logger writes with tensorboardX
+        module = None
+    else:
+        module = sys.modules[EventFileWriter.__module__]
+    if module is None or time.time() >= earliest:
+        yield
+        return
+    setattr(module, CLOCK, LaterClock(earliest=earliest, thread=threading.get_ident()))
+    try:
+        yield
+    finally:
+        setattr(module, CLOCK, time)
+
+
+def files_of(directory: str) -> list[str]:
+    """Return the paths of the files in a directory; none if it can't be listed."""
+    try:
+        return [str(path) for path in get_filesystem(directory).ls(directory, detail=False)]
+    except OSError:
+        return []
 
 
 # Each with what breaks without it.

@@ -193,6 +193,7 @@ class Autosaver:
         self._by_first(position, began, lambda series: self._save_in_background(series, checkpoint, position, began))
 
     def _save_first(self, position: TrainerPosition) -> None:
+        warm_up()
         try:
             self.save(position)
         except Exception as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import directory as cache_directory, shard_files
+from lightning_faulttolerant.streaming.cache import checksums, directory as cache_directory, shard_files
 from lightning_faulttolerant.streaming.cache.downloads import Remote
 from tests.streaming.cache.remotes import (
     HASH,
@@ -130,7 +130,8 @@ def test_files_that_are_unchanged_are_not_read(tmp_path: Path, monkeypatch: pyte
     def read(path: str) -> str:
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr(shard_files, "crc32", read)
+    for module in (checksums, shard_files):
+        monkeypatch.setattr(module, "crc32", read)
     assert asked_by_next_run(data, tmp_path) == []
 
 
@@ -162,14 +163,14 @@ def test_a_shard_that_vanishes_while_it_is_checked_is_fetched_again(
     data = make_data()
     warm(data, tmp_path, validate_hash=validate_hash)
     os.utime(tmp_path / SHARD)  # its content is read, to see whether it has changed
-    compute = shard_files._digest
+    compute = checksums._digest
 
     def evicted(path: str, algorithm: str) -> str:
         os.unlink(path)
         monkeypatch.undo()
         return compute(path, algorithm)
 
-    monkeypatch.setattr(shard_files, "_digest", evicted)
+    monkeypatch.setattr(checksums, "_digest", evicted)
     assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == [SHARD]
 
 
