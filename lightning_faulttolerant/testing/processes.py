@@ -18,6 +18,8 @@ from typing import Any, final
 
 import torch
 
+from lightning_faulttolerant.processes import send_signal
+
 _HOST = "127.0.0.1"
 # How long the other ranks may run after one has failed; torchrun gives them 30 seconds.
 _GRACE_SECONDS = 10.0
@@ -220,8 +222,7 @@ class _Processes:
     def _tell_where(self) -> None:
         """Let all processes, and the workers of their loaders, print the stacks of their threads in turn."""
         for process_id in [one for leader in self.running for one in (leader, *_children(leader))]:
-            with suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGQUIT)
+            send_signal(process_id, signal.SIGQUIT)
             time.sleep(_TELLING_SECONDS)
 
     def _note(self, exit_code: int) -> None:
@@ -230,8 +231,7 @@ class _Processes:
         self._failure = exit_code
         self._kill_at = self._time.seconds() + _GRACE_SECONDS
         for process_id in self.running:
-            with suppress(ProcessLookupError):
-                os.kill(process_id, signal.SIGTERM)
+            send_signal(process_id, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the processes that still run, and their workers."""

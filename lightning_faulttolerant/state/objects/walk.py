@@ -395,10 +395,12 @@ class Unchanged:
         if kind is kinds.Namespace:
             self._dicts += [] if node.raw is None else [vars(value.owner)]
             return node.raw is not None
-        if node.raw is None and (node.attributes is None or not _has_filled_slots(value)):
+        if node.raw is not None:
+            self._owners.append(value)
+            return True
+        if node.attributes is None or not _has_filled_slots(value):
             return False
-        if node.raw is None:
-            self._others.append(value)
+        self._others.append(value)
         if has_dict(kind):
             self._owners.append(value)
         return True

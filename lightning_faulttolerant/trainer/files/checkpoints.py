@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -371,11 +370,4 @@ def _directories(callbacks: Iterable[ModelCheckpoint]) -> set[str]:
 
 def _listed(directories: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of the entries in each directory; none for a directory that does not exist."""
-    found: dict[str, list[str]] = {}
-    for directory in sorted(directories):
-        file_system = get_filesystem(directory)
-        file_system.invalidate_cache(directory)
-        there = file_system.isdir(directory)
-        paths = file_system.ls(directory, detail=False) if there else []
-        found[directory] = sorted(os.path.basename(str(path).rstrip("/")) for path in paths)
-    return found
+    return {directory: compat.entries_of(directory) for directory in sorted(directories)}

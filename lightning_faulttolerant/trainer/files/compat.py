@@ -255,7 +255,10 @@ def begins_last(log_dir: str) -> Iterator[None]:
     Args:
         log_dir: The directory.
     """
-    earliest = 1 + max((int(found[1]) for found in map(EVENT_FILE.search, files_of(log_dir)) if found), default=-1)
+    earliest = 0
+    with contextlib.suppress(OSError):
+        found = map(EVENT_FILE.search, entries_of(log_dir))
+        earliest = max((1 + int(one[1]) for one in found if one), default=0)
     try:
         from torch.utils.tensorboard.writer import EventFileWriter  # type: ignore[attr-defined]  # SummaryWriter's
     except ImportError:  # the logger writes with tensorboardX
@@ -272,12 +275,12 @@ def begins_last(log_dir: str) -> Iterator[None]:
         setattr(module, CLOCK, time)
 
 
-def files_of(directory: str) -> list[str]:
-    """Return the paths of the files in a directory; none if it can't be listed."""
-    try:
-        return [str(path) for path in get_filesystem(directory).ls(directory, detail=False)]
-    except OSError:
-        return []
+def entries_of(directory: str) -> list[str]:
+    """Return the names of the entries in a directory now, sorted; none if it does not exist."""
+    file_system = get_filesystem(directory)
+    file_system.invalidate_cache(directory)
+    paths = file_system.ls(directory, detail=False) if file_system.isdir(directory) else []
+    return sorted(os.path.basename(str(path).rstrip("/")) for path in paths)
 
 
 # Each with what breaks without it.
