@@ -116,6 +116,16 @@ def test_a_part_loads_without_lightning(part: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_fit_loads_streaming_data_sets_only_if_it_has_one() -> None:
+    """A fit without a stream starts without the modules of streams, which take time to import."""
+    program = (
+        "import sys, lightning_faulttolerant.trainer.served, lightning_faulttolerant.streaming as streaming;"
+        "sys.exit(streaming.is_stream(0) or streaming.is_loader_class(int)"
+        " or 'lightning_faulttolerant.streaming.dataset' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_the_first_screen_of_the_readme_fits_a_terminal() -> None:
     """The purpose, the callback, the variable, and the proof fit in 24 lines of 80 columns, without badges."""
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare
-from lightning_faulttolerant.streaming.dataset import StreamingDataset
-from lightning_faulttolerant.streaming.loader import StreamingDataLoader
-from lightning_faulttolerant.streaming.ordering import Seeding
+from lightning_faulttolerant.streaming import is_loader_class, is_plain_stream, is_stream
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
 
 _DEPTH = 3
 _MAX_ITEMS = 100
@@ -303,12 +305,12 @@ _followers: weakref.WeakKeyDictionary[StreamingDataset, weakref.WeakSet[Streamed
 
 def is_streaming_loader(loader: object) -> bool:
     """Return whether `loader` is a ``StreamingDataLoader``: its position is kept here, not by its own state."""
-    return isinstance(loader, StreamingDataLoader)
+    return is_loader_class(type(loader))
 
 
 def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
     """Return the streaming data sets that `dataset` is or holds."""
-    if isinstance(dataset, StreamingDataset):
+    if is_stream(dataset):
         return [dataset]
     if not depth or not isinstance(dataset, Dataset):
         return []
@@ -330,7 +332,7 @@ class StreamedEpochs:
     def __init__(self, loader: DataLoader[object]) -> None:
         self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
         self._has_positions = is_streaming_loader(loader)
-        self._is_direct = isinstance(loader.dataset, StreamingDataset)
+        self._is_direct = is_stream(loader.dataset)
         self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self.is_dealt = self._is_direct and self._is_flat(loader)
         """Whether all ranks together consume the beginning of an order that any number of ranks can continue."""
@@ -341,7 +343,7 @@ class StreamedEpochs:
 
     def _is_flat(self, loader: DataLoader[object]) -> bool:
         stream = self._streams[0]
-        if stream.replication or type(stream).__iter__ is not StreamingDataset.__iter__:
+        if stream.replication or not is_plain_stream(stream):
             return False
         return self._has_positions or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
 
@@ -403,10 +405,14 @@ class StreamedEpochs:
 
     def _put(self, places: Sequence[Mapping[str, Any]]) -> None:
         for stream, place in zip(self._streams, places, strict=False):
-            seeding = Seeding(
-                seed=place["seed"], num_canonical_nodes=place["num_canonical_nodes"], initial_nodes=place["nodes"]
+            book = stream.book
+            seeding = replace(
+                book.seeding,
+                seed=place["seed"],
+                num_canonical_nodes=place["num_canonical_nodes"],
+                initial_nodes=place["nodes"],
             )
-            stream.book.put(place["epoch"], place["sample"], seeding)
+            book.put(place["epoch"], place["sample"], seeding)
 
 
 def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, object]:

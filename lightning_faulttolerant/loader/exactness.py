@@ -31,7 +31,7 @@ from lightning_faulttolerant.loader.data_sets import (
 from lightning_faulttolerant.loader.samplers import has_state, state_of, what_is_not_plain
 from lightning_faulttolerant.state.objects.kinds import has_state_methods
 from lightning_faulttolerant.state.reachable import names_in_code, names_in_libraries
-from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+from lightning_faulttolerant.streaming import is_loader_class
 
 REPLAYED = "is_replayed_by_fault_tolerance"
 """The attribute of the class of loaders that are resumed with all their objects by a replay."""
@@ -140,7 +140,7 @@ def is_resumable(loader: object) -> bool:
 
 
 def _is_ours(user_class: type) -> bool:
-    return hasattr(user_class, RESUMABLE) or issubclass(user_class, StreamingDataLoader) or is_loader_of(user_class)
+    return hasattr(user_class, RESUMABLE) or is_loader_class(user_class) or is_loader_of(user_class)
 
 
 def _maker(user_class: type) -> type:

@@ -37,7 +37,7 @@ from lightning_faulttolerant.state.orders import (
     text_of,
 )
 from lightning_faulttolerant.state.reachable import is_users_frame
-from lightning_faulttolerant.streaming.dataset import StreamingDataset
+from lightning_faulttolerant.streaming import is_stream
 
 INDICES = "indices"
 PARTS = (Subset, SubsetRandomSampler)
@@ -104,7 +104,7 @@ def contents_of(roots: Mapping[str, object], rules: Rules) -> DrawnContents:
     seen: set[int] = set()
     while queue and len(seen) < _MAX_OBJECTS:
         path, value = queue.popleft()
-        if kinds.is_leaf(value) or id(value) in seen or isinstance(value, StreamingDataset):
+        if kinds.is_leaf(value) or id(value) in seen or is_stream(value):
             continue
         seen.add(id(value))
         if is_part(value):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
@@ -49,3 +50,30 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# Most runs have no stream. These functions don't load the modules, which would take 20 ms of each start.
+
+
+def is_stream(value: object) -> TypeGuard[StreamingDataset]:
+    """Return whether `value` is a ``StreamingDataset``."""
+    return _is_subclass(type(value), "StreamingDataset")
+
+
+def is_plain_stream(value: object) -> bool:
+    """Return whether `value` is a ``StreamingDataset``, and its class does not replace ``__iter__``."""
+    return is_stream(value) and type(value).__iter__ is _loaded("StreamingDataset").__iter__
+
+
+def is_loader_class(kind: type) -> bool:
+    """Return whether a class is ``StreamingDataLoader``, or derived from it."""
+    return _is_subclass(kind, "StreamingDataLoader")
+
+
+def _is_subclass(kind: type, name: str) -> bool:
+    base = _loaded(name)
+    return base is not None and issubclass(kind, base)
+
+
+def _loaded(name: str) -> Any:
+    return getattr(sys.modules.get(_LAZY[name]), name, None)

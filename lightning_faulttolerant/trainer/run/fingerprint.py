@@ -30,7 +30,7 @@ from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
-from lightning_faulttolerant.streaming.dataset import StreamingDataset
+from lightning_faulttolerant.streaming import is_stream
 from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
@@ -313,7 +313,7 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, object]:
     if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
             found["length"] = len(dataset)
-    if isinstance(dataset, StreamingDataset):
+    if is_stream(dataset):
         state = dataset.state_at(0, 0)
         return {**found, "data": state["fingerprint"], "order": state["order"]}
     if isinstance(dataset, Subset):
