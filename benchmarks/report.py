@@ -54,6 +54,7 @@ def _ratios(measured: Figures) -> str:
             name,
             f"{found['step_us']:.0f} µs",
             f"x{found['empty']['ratio']:.3f}",
+            f"x{found['saves once']['ratio']:.3f}",
             f"**x{found['with']['ratio']:.3f}**",
             f"{found['with']['low']:.3f}-{found['with']['high']:.3f}",
             f"x{found['with, all steps']['ratio']:.3f}",
@@ -61,7 +62,9 @@ def _ratios(measured: Figures) -> str:
         ]
         for name, found in measured["cases"].items()
     ]
-    return table(["", "a step", "empty callback", "`FaultTolerance`", "90 %", "all steps", "at most"], rows)
+    return table(
+        ["", "a step", "empty callback", "saves once", "`FaultTolerance`", "90 %", "all steps", "at most"], rows
+    )
 
 
 def _calls(figures: Figures) -> str:
