@@ -16,6 +16,7 @@ from benchmarks import (
     gather,
     goodput,
     growth,
+    incremental,
     ledger,
     order,
     overhead,
@@ -25,6 +26,7 @@ from benchmarks import (
     samplers,
     save,
     size,
+    start,
     streaming,
 )
 
@@ -35,9 +37,11 @@ _RUN = {
     "gather": gather.main,
     "ledger": ledger.main,
     "parts": parts.main,
-    "resume": resume.main,
+    "resume": lambda arguments: resume.main(["--torchdata", *arguments]),
+    "start": start.main,
     "samplers": samplers.main,
     "save": save.main,
+    "incremental": incremental.main,
     "size": size.main,
     "growth": growth.main,
     "goodput": goodput.main,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,7 @@ def lower_half(times: Tensor) -> float:
 
 def times_of_cases(names: Sequence[str], rounds: int, steps: int, num_ranks: int) -> list[dict[str, list[Tensor]]]:
     """Return the step times of each case, of each variant, on rank 0, per round."""
+    set_start_method("fork", force=True)  # a new process has the method by which it was started
     be_quiet()
     torch.set_num_threads(1)
     found = []

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import report_streaming
 from benchmarks.report_streaming import table
+from benchmarks.start import TARGET_RATIO, TARGET_SECONDS
 
 Figures = Mapping[str, Any]
 
@@ -95,10 +96,49 @@ def _resume(figures: Figures) -> str:
             f"**x{found['ratio']:.2f}**",
             f"{found['low']:.2f}-{found['high']:.2f}",
             f"x{found['target']:.1f}",
+            f"{found['torchdata']['resumed_s']:.2f} s",
+            f"**x{found['torchdata']['ratio']:.2f}**",
+            f"{found['torchdata']['low']:.2f}-{found['torchdata']['high']:.2f}",
+            f"x{found['torchdata']['target']:.1f}",
         ]
         for name, found in figures["resume"]["cases"].items()
     ]
-    return table(["", "fresh", "resumed", "ratio", "range", "at most"], rows)
+    theirs = ["torchdata, resumed", "ours to torchdata's", "range", "at most"]
+    return table(["", "fresh", "resumed", "ratio", "range", "at most", *theirs], rows)
+
+
+def _start(figures: Figures) -> str:
+    def cell(found: Figures) -> str:
+        return f"x{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f}), {found['more_s']:+.2f} s"
+
+    rows = [
+        [
+            name,
+            f"{found['without']['seconds']:.2f} s",
+            *(cell(found[kind]) for kind in ("fresh", "by Lightning")),
+            f"**x{found['resumed']['ratio']:.2f}**{cell(found['resumed'])[5:]}",
+            f"x{TARGET_RATIO} or {TARGET_SECONDS:+} s",
+        ]
+        for name, found in figures["start"]["cases"].items()
+    ]
+    return table(["model", "without us", "fresh", "continued by Lightning", "resumed", "at most"], rows)
+
+
+def _incremental(figures: Figures) -> str:
+    found = figures["incremental"]
+    values = {"bytes": (1e6, "MB"), "seconds": (1e-3, "ms")}
+    rows = [
+        [
+            what,
+            *(f"{found[what][name] / unit:,.0f} {of}" for name in found[what]),
+            f"**{found['ratio'][what]:.1f}**",
+            f"{found['low']:.1f}-{found['high']:.1f}" if what == "seconds" else "",
+            f"{found['target'][what]:.0f}",
+        ]
+        for what, (unit, of) in values.items()
+    ]
+    names = [f"`{name}`" for name in found["bytes"]]
+    return table(["", *names, "Lightning's to ours", "range", "at least"], rows)
 
 
 def _ledger(figures: Figures) -> str:
@@ -261,6 +301,8 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "calls": _calls,
     "saves": _saves,
     "resume": _resume,
+    "start": _start,
+    "incremental": _incremental,
     "stalls": _stalls,
     "ranges": _stall_ranges,
     "memory": _memory,
@@ -276,7 +318,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     **report_streaming.TABLES,
 }
 _WORST = "each with its own seed"
-PARTS = ("overhead", "ranks", "gather", "ledger", "parts", "resume", "save", "size")
+PARTS = ("overhead", "ranks", "gather", "ledger", "parts", "resume", "start", "save", "incremental", "size")
 
 
 def draw(path: Path, figures: Figures) -> None:
