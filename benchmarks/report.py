@@ -129,7 +129,7 @@ def _incremental(figures: Figures) -> str:
     values = {"bytes": (1e6, "MB"), "seconds": (1e-3, "ms")}
     rows = [
         [
-            what,
+            "time" if what == "seconds" else what,
             *(f"{found[what][name] / unit:,.0f} {of}" for name in found[what]),
             f"**{found['ratio'][what]:.1f}**",
             f"{found['low']:.1f}-{found['high']:.1f}" if what == "seconds" else "",
