@@ -50,7 +50,7 @@ environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(STORES) $(DEEPSPEED) $(DOCS) $(
 demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
 
-bench: $(NEWEST)  ## run the benchmarks (40 minutes, on an idle machine); write tables and plot to docs/
+bench: $(NEWEST)  ## run the benchmarks (70 minutes, on an idle machine); write tables and plot to docs/
 	$(BIN)/python benchmarks/all.py
 
 docs: $(DOCS)  ## build the documentation into site/; a warning is an error
