@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
@@ -29,8 +30,10 @@ _logger = logging.getLogger(__name__)
 _TEMPORARY_NAME = re.compile(
     r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
 )
-# A token, by process id, tells this process from an earlier one with the same id. A fork has its own.
-_tokens: dict[int, str] = {}
+# A token, by process id, tells this process from an earlier one with the same id. A fork has its own. With it are the
+# numbers of this process's temporary files, from a random one on: to ask the system for random bytes for each file lets
+# other threads run, which may take 5 ms.
+_tokens: dict[int, tuple[str, Iterator[int]]] = {}
 
 # A file name may have 255 bytes. The temporary name adds up to 64 bytes of the host's name and about 35 of its own.
 _MAX_TARGET_NAME_BYTES = 120
@@ -250,7 +253,7 @@ def remove_abandoned(directory: Path) -> None:
 def is_of_this_process(name: str) -> bool:
     """Return whether this process created a temporary name."""
     found = _TEMPORARY_NAME.fullmatch(name)
-    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
+    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _names()[0])
 
 
 def target_name(name: str) -> str | None:
@@ -266,16 +269,20 @@ def temporary_name(name: str) -> str:
         name: The later name; cut if it is very long.
     """
     short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
-    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
+    token, numbers = _names()
+    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{token}{next(numbers) % 2**32:08x}"
 
 
-def _token() -> str:
-    return _tokens.setdefault(os.getpid(), secrets.token_hex(4))
+def _names() -> tuple[str, Iterator[int]]:
+    """Return the token of this process, and the numbers of its next temporary files."""
+    process_id = os.getpid()
+    known = _tokens.get(process_id)
+    return known or _tokens.setdefault(process_id, (secrets.token_hex(4), itertools.count(secrets.randbits(32))))
 
 
 def _is_dead(process_id: int, token: str) -> bool:
     if process_id == os.getpid():  # in a container each start may have the same id
-        return token != _token()
+        return token != _names()[0]
     return not is_alive(process_id)
 
 

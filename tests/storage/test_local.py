@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
 from lightning_faulttolerant.storage import local
-from lightning_faulttolerant.storage.local import is_on_local_disk, type_of_mount
+from lightning_faulttolerant.storage.local import (
+    is_of_this_process,
+    is_on_local_disk,
+    temporary_name,
+    type_of_mount,
+)
 
 # A bind mount, escapes, a subvolume of btrfs, two mounts on one path, separators of str.splitlines, names like fields.
 MOUNTS = """\
@@ -97,3 +103,23 @@ def test_memory_is_local() -> None:
         pytest.skip("no /dev/shm")
     assert is_on_local_disk(str(memory))
     assert not is_on_local_disk("/proc")
+
+
+def test_no_temporary_name_comes_twice() -> None:
+    """Names differ within a process, and a fork's are told apart from those of its parent, even by their end."""
+    names = [temporary_name("a.ckpt") for _ in range(100)]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        of_forks = pool.map(temporary_name, ["a.ckpt"] * 100)
+    assert len({*names, *of_forks}) == 200
+    tails = {name.rpartition("-")[2] for name in (*names, *of_forks)}  # without the process id
+    assert len(tails) == 200
+    assert all(is_of_this_process(name) for name in names)
+    assert not any(is_of_this_process(name) for name in of_forks)
+
+
+def test_temporary_names_ask_for_random_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system is asked for random bytes at the first name, not at each: meanwhile, other threads would run."""
+    temporary_name("a.ckpt")
+    monkeypatch.delattr("secrets.token_hex")
+    monkeypatch.delattr("secrets.randbits")
+    assert temporary_name("a.ckpt") != temporary_name("a.ckpt")
