@@ -176,7 +176,6 @@ def lower_half(times: Tensor) -> float:
 
 def times_of_cases(names: Sequence[str], rounds: int, steps: int, num_ranks: int) -> list[dict[str, list[Tensor]]]:
     """Return the step times of each case, of each variant, on rank 0, per round."""
-    set_start_method("fork", force=True)  # a new process has the method by which it was started
     be_quiet()
     torch.set_num_threads(1)
     found = []
@@ -289,7 +288,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _in_new_process(*fits: Any) -> list[dict[str, list[Tensor]]]:
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as processes:
+    # Loaders in the new process would start their workers by the method by which it was started itself.
+    forks = {"initializer": set_start_method, "initargs": ("fork", True)}
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), **forks) as processes:
         return processes.submit(times_of_cases, *fits).result()
 
 

@@ -88,18 +88,17 @@ def _saves(figures: Figures) -> str:
 
 
 def _resume(figures: Figures) -> str:
+    def compared(found: Figures) -> list[str]:
+        return [f"**x{found['ratio']:.2f}**", f"{found['low']:.2f}-{found['high']:.2f}", f"x{found['target']:.1f}"]
+
     rows = [
         [
             name,
             f"{found['fresh_s']:.2f} s",
             f"{found['resumed_s']:.2f} s",
-            f"**x{found['ratio']:.2f}**",
-            f"{found['low']:.2f}-{found['high']:.2f}",
-            f"x{found['target']:.1f}",
+            *compared(found),
             f"{found['torchdata']['resumed_s']:.2f} s",
-            f"**x{found['torchdata']['ratio']:.2f}**",
-            f"{found['torchdata']['low']:.2f}-{found['torchdata']['high']:.2f}",
-            f"x{found['torchdata']['target']:.1f}",
+            *compared(found["torchdata"]),
         ]
         for name, found in figures["resume"]["cases"].items()
     ]
@@ -108,15 +107,16 @@ def _resume(figures: Figures) -> str:
 
 
 def _start(figures: Figures) -> str:
-    def cell(found: Figures) -> str:
-        return f"x{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f}), {found['more_s']:+.2f} s"
+    def cell(found: Figures, mark: str = "") -> str:
+        ratio = f"{mark}x{found['ratio']:.2f}{mark}"
+        return f"{ratio} ({found['low']:.2f}-{found['high']:.2f}), {found['more_s']:+.2f} s"
 
     rows = [
         [
             name,
             f"{found['without']['seconds']:.2f} s",
             *(cell(found[kind]) for kind in ("fresh", "by Lightning")),
-            f"**x{found['resumed']['ratio']:.2f}**{cell(found['resumed'])[5:]}",
+            cell(found["resumed"], mark="**"),
             f"x{TARGET_RATIO} or {TARGET_SECONDS:+} s",
         ]
         for name, found in figures["start"]["cases"].items()

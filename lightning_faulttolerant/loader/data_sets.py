@@ -303,11 +303,6 @@ class ValuesOfDataset:
 _followers: weakref.WeakKeyDictionary[StreamingDataset, weakref.WeakSet[StreamedEpochs]] = weakref.WeakKeyDictionary()
 
 
-def is_streaming_loader(loader: object) -> bool:
-    """Return whether `loader` is a ``StreamingDataLoader``: its position is kept here, not by its own state."""
-    return is_loader_class(type(loader))
-
-
 def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
     """Return the streaming data sets that `dataset` is or holds."""
     if is_stream(dataset):
@@ -331,7 +326,8 @@ class StreamedEpochs:
 
     def __init__(self, loader: DataLoader[object]) -> None:
         self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
-        self._has_positions = is_streaming_loader(loader)
+        # The position of a StreamingDataLoader is kept here, not by its own state.
+        self._has_positions = is_loader_class(type(loader))
         self._is_direct = is_stream(loader.dataset)
         self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self.is_dealt = self._is_direct and self._is_flat(loader)

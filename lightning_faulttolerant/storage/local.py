@@ -30,10 +30,10 @@ _logger = logging.getLogger(__name__)
 _TEMPORARY_NAME = re.compile(
     r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
 )
-# A token, by process id, tells this process from an earlier one with the same id. A fork has its own. With it are the
-# numbers of this process's temporary files, from a random one on: to ask the system for random bytes for each file lets
-# other threads run, which may take 5 ms.
-_tokens: dict[int, tuple[str, Iterator[int]]] = {}
+# A token, by process id, tells this process from an earlier one with the same id. A fork has its own.
+_tokens: dict[int, str] = {}
+# The ends of temporary names. Random bytes for each name would let other threads run meanwhile, which may take 5 ms.
+_numbers = itertools.count(secrets.randbits(32))
 
 # A file name may have 255 bytes. The temporary name adds up to 64 bytes of the host's name and about 35 of its own.
 _MAX_TARGET_NAME_BYTES = 120
@@ -253,7 +253,7 @@ def remove_abandoned(directory: Path) -> None:
 def is_of_this_process(name: str) -> bool:
     """Return whether this process created a temporary name."""
     found = _TEMPORARY_NAME.fullmatch(name)
-    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _names()[0])
+    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
 
 
 def target_name(name: str) -> str | None:
@@ -269,20 +269,17 @@ def temporary_name(name: str) -> str:
         name: The later name; cut if it is very long.
     """
     short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
-    token, numbers = _names()
-    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{token}{next(numbers) % 2**32:08x}"
+    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{next(_numbers) % 2**32:08x}"
 
 
-def _names() -> tuple[str, Iterator[int]]:
-    """Return the token of this process, and the numbers of its next temporary files."""
+def _token() -> str:
     process_id = os.getpid()
-    known = _tokens.get(process_id)
-    return known or _tokens.setdefault(process_id, (secrets.token_hex(4), itertools.count(secrets.randbits(32))))
+    return _tokens.get(process_id) or _tokens.setdefault(process_id, secrets.token_hex(4))
 
 
 def _is_dead(process_id: int, token: str) -> bool:
     if process_id == os.getpid():  # in a container each start may have the same id
-        return token != _names()[0]
+        return token != _token()
     return not is_alive(process_id)
 
 

@@ -362,7 +362,6 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path):
 def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path, monkeypatch):
     """The temporary file must be created exclusively: a file that has its random name belongs to another process."""
     monkeypatch.setattr("secrets.token_hex", lambda num_bytes: "00" * num_bytes)
-    monkeypatch.setattr("secrets.randbits", lambda num_bits: 0)
     monkeypatch.setattr("lightning_faulttolerant.storage.local._tokens", {})
     process = FORK.Process(target=_killed_at_its_rename, args=(tmp_path,))
     process.start()

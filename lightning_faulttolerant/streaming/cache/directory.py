@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -271,10 +271,7 @@ def write_mark(path: str, mark: ShardMark) -> None:
     with contextlib.suppress(OSError):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with atomic_writer(path, fsync=False) as file:
-            # `asdict` copies each value, which takes longer than the write.
-            files = [{name: getattr(each, name) for name in FileMark.__slots__} for each in mark.files]
-            content = {name: getattr(mark, name) for name in ShardMark.__slots__} | {"files": files}
-            file.write(json.dumps(content).encode())
+            file.write(json.dumps(asdict(mark)).encode())
 
 
 def last_use_of(path: str) -> int:
