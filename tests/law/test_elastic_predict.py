@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -59,7 +60,7 @@ class Net(LightningModule):
 
 
 class Kill(Callback):
-    """Kills, or stops, its rank at the start of a batch."""
+    """Kills its rank at the start of a batch, or stops it. After that, batches take long enough for ranks to agree."""
 
     def __init__(self, batch: int, loader: int = 0, signum: int = signal.SIGKILL) -> None:
         self.at, self.signum = (loader, batch), signum
@@ -69,6 +70,8 @@ class Kill(Callback):
     ) -> None:
         if (dataloader_idx, batch_idx) == self.at:
             os.kill(os.getpid(), self.signum)
+        elif (dataloader_idx, batch_idx) > self.at:
+            time.sleep(0.5)
 
 
 class Writer(BasePredictionWriter):
