@@ -20,7 +20,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from lightning_faulttolerant.cli import main
-from lightning_faulttolerant.supervision.marks import PREFIX, read_marks, shared_memory
+from lightning_faulttolerant.supervision.heartbeats import PREFIX, read_heartbeats, shared_memory
 from tests.cli.page.browser import Browser
 
 HERE = Path(__file__).parent
@@ -116,10 +116,10 @@ def strike(directory: Path, seconds: float, signum: int) -> None:
     while trained < seconds:
         time.sleep(0.5)
         found = [
-            marks
+            beat
             for folder in shared_memory().glob(f"{PREFIX}*")
-            for marks in read_marks(folder)
-            if marks.directory.startswith(str(directory))
+            for beat in read_heartbeats(folder)
+            if beat.directory.startswith(str(directory))
         ]
         if found and found[0].batch + 1000 * found[0].epoch != last:
             trained, last = trained + 0.5, found[0].batch + 1000 * found[0].epoch

@@ -34,9 +34,9 @@ from lightning_faulttolerant.cli.report_page import (
 from lightning_faulttolerant.cli.report_pictures import KIND_NAMES, FamilyRun, parent_of, tree_lines
 from lightning_faulttolerant.cli.text import moment_text, remote_errors, safe, size_text, table
 from lightning_faulttolerant.records.accounting import report_of
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, Autosave, Chapter, FitHistory, RunHistory
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 

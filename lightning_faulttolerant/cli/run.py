@@ -36,7 +36,7 @@ from lightning_faulttolerant.cli.supervisor import (
     stop_code,
 )
 from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command
-from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE
+from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE
 
 TRAINING_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
 _OF_RANKS = frozenset(
@@ -66,7 +66,7 @@ def environment_of(torchs: Mapping[str, str], *, directory: str, is_alone: bool)
 
     Args:
         torchs: The variables that torch would set.
-        directory: The directory for marks and failures.
+        directory: The directory for heartbeats and failures.
         is_alone: Whether it is the only process. It is then started as by hand, so that Lightning may start ranks.
     """
     kept = {name: value for name, value in torchs.items() if not (is_alone and name in _OF_RANKS)}
@@ -81,7 +81,7 @@ class SupervisedLogs(LogsSpecs):
 
     Args:
         outputs: The outputs that the command line asks for.
-        directory: The directory for marks and failures.
+        directory: The directory for heartbeats and failures.
         is_alone: See `environment_of`.
     """
 

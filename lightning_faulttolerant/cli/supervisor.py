@@ -22,13 +22,13 @@ from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import in_sessions, parents_and_states, send_signal, with_children
 from lightning_faulttolerant.records.requests import SKIP_VARIABLE, skips_requested, text_of_skips
 from lightning_faulttolerant.supervision.guard import Guard
-from lightning_faulttolerant.supervision.marks import (
+from lightning_faulttolerant.supervision.heartbeats import (
     OUTSIDE,
     PREFIX,
     Saved,
     TrainingFailure,
     read_failures,
-    read_marks,
+    read_heartbeats,
     shared_memory,
 )
 from lightning_faulttolerant.supervision.watch import HangWatcher, hang_report, write_hang_report
@@ -226,7 +226,7 @@ class Supervisor:
         self._num_starts = 0
         self._hang = ""
         self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared_memory()))
-        """Where the processes leave marks and failures: in memory, if the system has a directory there."""
+        """Where the processes leave heartbeats and failures: in memory, if the system has a directory there."""
         self._watcher = HangWatcher(self.directory, look_every_seconds=look_every_seconds)
         self.exit_codes: tuple[int | None, ...] = ()
         """How the processes have ended that torch has shut down."""
@@ -261,8 +261,10 @@ class Supervisor:
 
         Code that ends a process by ``os._exit(0)`` looks like a success.
         """
-        ended = (marks for marks in read_marks(self.directory) if marks.process_id in self._process_ids)
-        return any(marks.section != OUTSIDE for marks in ended)
+        ended = (
+            heartbeat for heartbeat in read_heartbeats(self.directory) if heartbeat.process_id in self._process_ids
+        )
+        return any(heartbeat.section != OUTSIDE for heartbeat in ended)
 
     def look(self) -> None:
         """Look whether a process hangs. If so, kill all, and report it: its directory may be what hangs."""
@@ -272,7 +274,7 @@ class Supervisor:
         report = hang_report(hang, self.directory)
         if not hang.is_only_reported:
             self._hang = hang.text
-            kill({marks.process_id for marks, _ in hang.ranks})
+            kill({heartbeat.process_id for heartbeat, _ in hang.ranks})
         say(f"start {self._num_starts}: {hang.text}. See {write_hang_report(report, hang.directory)}.")
 
     def after_failure(self, exit_codes: Iterable[int]) -> None:
@@ -299,7 +301,7 @@ class Supervisor:
 
     def _saved(self) -> Saved | None:
         """Return the place of the newest autosave that the processes of this start have told of."""
-        saved = [marks.saved for marks in read_marks(self.directory) if marks.saved is not None]
+        saved = [heartbeat.saved for heartbeat in read_heartbeats(self.directory) if heartbeat.saved is not None]
         return max(saved, default=None)
 
 

@@ -44,8 +44,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 
 In a fit, ``autosave``, ``alive``, and ``end`` have ``data``: for how many seconds its training has waited for data.
 
-A line belongs to the ``begin`` before it. ``chapters.py`` reads the lines, ``goodput.py`` accounts for the time, and
-``shortening.py`` shortens a file.
+A line belongs to the ``begin`` before it. ``history_parser.py`` reads the lines, and ``accounting.py`` accounts for
+the time.
 
 The time that each rank needs itself tells which ranks are slow, and in which section. Ranks that train
 together wait for each other in each step. So all take equally long, and only the time that a rank spends before it

@@ -27,7 +27,7 @@ from lightning_faulttolerant.processes import (
     started_at,
     with_children,
 )
-from lightning_faulttolerant.supervision.marks import read_marks
+from lightning_faulttolerant.supervision.heartbeats import read_heartbeats
 
 
 def start_companion(module: str, *arguments: str, standard_input: int | None = None) -> int:
@@ -62,7 +62,7 @@ class Guard:
     """The supervisor's side of the guard, from `watch` to `close`.
 
     Args:
-        directory: The directory of the marks.
+        directory: The directory of the heartbeat.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ def guard(lines: Iterable[str], directory: str) -> None:
 
     Args:
         lines: What it writes.
-        directory: The directory of the marks.
+        directory: The directory of the heartbeat.
     """
     guarded: dict[int, int] = {}
     for line in lines:
@@ -121,10 +121,10 @@ def guard(lines: Iterable[str], directory: str) -> None:
 
 
 def _kill_all(guarded: Mapping[int, int], directory: str) -> None:
-    """Kill processes, those that have marks, all their descendants, and what is left in their sessions."""
+    """Kill processes, those that have a heartbeat, all their descendants, and what is left in their sessions."""
     deadline = time.monotonic() + _KILLED_WITHIN_SECONDS
     while time.monotonic() < deadline:
-        heads = {marks.process_id: marks.started for marks in read_marks(directory)} | dict(guarded)
+        heads = {heartbeat.process_id: heartbeat.started for heartbeat in read_heartbeats(directory)} | dict(guarded)
         running = {one for one, started in heads.items() if is_running(one, started)}
         family = with_children(running, parents_and_states()[0]) | in_sessions(guarded.keys())
         if not family:

@@ -1,8 +1,8 @@
 """The watcher of a run: it finds training processes whose section takes too long, and reports or ends them.
 
 A run that is not started by ``lightning-faulttolerant run`` has one next to it on each machine. ``python -m
-lightning_faulttolerant.supervision.watch DIRECTORY`` looks at the marks in that directory until no process with marks
-is left, and then removes the directory.
+lightning_faulttolerant.supervision.watch DIRECTORY`` looks at the heartbeats in that directory until none is left, and
+then removes the directory.
 
 The report of a hang says what each rank was doing, which one keeps the others waiting, and where all of them were.
 
@@ -34,7 +34,15 @@ from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.processes import is_running, parents_and_states, send_signal, with_children
 from lightning_faulttolerant.storage.store import open_writer
 from lightning_faulttolerant.supervision.guard import start_companion
-from lightning_faulttolerant.supervision.marks import OFF, OUTSIDE, REPORT, STOP, ProcessMarks, SectionTimes, read_marks
+from lightning_faulttolerant.supervision.heartbeats import (
+    OFF,
+    OUTSIDE,
+    REPORT,
+    STOP,
+    ProcessHeartbeat,
+    SectionTimes,
+    read_heartbeats,
+)
 
 SIGNAL: int | None = signal.SIGRTMAX - 6 if hasattr(signal, "SIGRTMAX") else None
 """The signal that lets a process write its stacks; ``None`` if the system has no signals to spare."""
@@ -219,22 +227,22 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
     parents, states = parents_and_states()
     stacks: dict[int, str] = {}
     workers: list[str] = []
-    no_workers = {os.getpid(), *(marks.process_id for marks, _ in hang.ranks)}  # a watcher may be a child, too
-    for marks, _ in hang.ranks:
-        path = stacks_path(directory, marks.process_id)
-        stacks[marks.rank] = stacks_of(marks.process_id, path, states.get(marks.process_id, "Z"))
-        for process_id in sorted(with_children({marks.process_id}, parents) - no_workers):
+    no_workers = {os.getpid(), *(beat.process_id for beat, _ in hang.ranks)}  # a watcher may be a child, too
+    for beat, _ in hang.ranks:
+        path = stacks_path(directory, beat.process_id)
+        stacks[beat.rank] = stacks_of(beat.process_id, path, states.get(beat.process_id, "Z"))
+        for process_id in sorted(with_children({beat.process_id}, parents) - no_workers):
             found = stacks_of(process_id, path, states.get(process_id, "Z"))
-            workers.append(f"Process {process_id}, started by rank {marks.rank}\n{found}\n")
+            workers.append(f"Process {process_id}, started by rank {beat.rank}\n{found}\n")
     rows = [
-        f"{marks.rank:>4}  {marks.process_id:>8}  {_STATES.get(states.get(marks.process_id, 'Z'), 'unknown'):<8}"
-        f"  {seconds:>6.0f} s  {marks}"
-        for marks, seconds in hang.ranks
+        f"{beat.rank:>4}  {beat.process_id:>8}  {_STATES.get(states.get(beat.process_id, 'Z'), 'unknown'):<8}"
+        f"  {seconds:>6.0f} s  {beat}"
+        for beat, seconds in hang.ranks
     ]
     lines = [
         f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {hang.text}.",
         "",
-        f"RANK   PROCESS  STATE      SAME FOR  SECTION, of {hang.marks.num_ranks} ranks in all",
+        f"RANK   PROCESS  STATE      SAME FOR  SECTION, of {hang.beat.num_ranks} ranks in all",
         *rows,
         "",
         lagging_ranks(hang, states, stacks),
@@ -247,24 +255,24 @@ def hang_report(hang: Hang, directory: str | os.PathLike[str]) -> str:
 
 def lagging_ranks(hang: Hang, states: dict[int, str], stacks: dict[int, str]) -> str:
     """Return which rank keeps the others waiting, in words."""
-    ranks = [marks for marks, _ in hang.ranks]
-    stopped = [marks.rank for marks in ranks if states.get(marks.process_id, "Z") in "Tt"]
+    ranks = [beat for beat, _ in hang.ranks]
+    stopped = [beat.rank for beat in ranks if states.get(beat.process_id, "Z") in "Tt"]
     if stopped:
         return f"Behind: {_listed(stopped)}, stopped by a signal."
     if len(ranks) == 1:
         return "There is no other rank on this machine."
     first = min(map(_place, ranks))
-    late = [marks.rank for marks in ranks if _place(marks) == first]
+    late = [beat.rank for beat in ranks if _place(beat) == first]
     if len(late) < len(ranks):
         return f"Behind: {_listed(late)}, at the earliest place."
-    absent = [marks.rank for marks in ranks if not waits_for_others(stacks.get(marks.rank, ""))]
+    absent = [beat.rank for beat in ranks if not waits_for_others(stacks.get(beat.rank, ""))]
     if 0 < len(absent) < len(ranks):
         return f"Behind: {_listed(absent)}. The others wait in a collective."
     return "No rank is behind: all are at the same place."
 
 
-def _place(marks: ProcessMarks) -> tuple[int, int, int]:
-    return marks.epoch, marks.batch, marks.evaluated
+def _place(beat: ProcessHeartbeat) -> tuple[int, int, int]:
+    return beat.epoch, beat.batch, beat.evaluated
 
 
 def _listed(ranks: list[int]) -> str:
@@ -281,44 +289,44 @@ class Hang:
     """A section that takes too long.
 
     Args:
-        marks: The marks of the process that is over its limit.
+        beat: The heartbeat of the process that is over its limit.
         seconds: For how long they have been the same.
         limit_seconds: How long the section may take.
         why: The reason for that limit, in words.
-        ranks: The marks of all processes, each with the seconds for which they have been the same.
+        ranks: The heartbeats of all processes, each with the seconds for which it has been the same.
     """
 
-    marks: ProcessMarks
+    beat: ProcessHeartbeat
     seconds: float
     limit_seconds: float
     why: str
-    ranks: tuple[tuple[ProcessMarks, float], ...]
+    ranks: tuple[tuple[ProcessHeartbeat, float], ...]
 
     @property
     def directory(self) -> str:
         """The directory of the run, or its URL; empty if it is not known yet."""
-        return next((marks.directory for marks, _ in self.ranks if marks.directory), "")
+        return next((beat.directory for beat, _ in self.ranks if beat.directory), "")
 
     @property
     def is_only_reported(self) -> bool:
         """Whether the run asks for nothing but a report."""
-        return self.marks.hang == REPORT
+        return self.beat.hang == REPORT
 
     @property
     def text(self) -> str:
         """What hangs, in words."""
         return (
-            f"a hang: rank {self.marks.rank} has been in the section {self.marks} for {self.seconds:.0f} s, and"
+            f"a hang: rank {self.beat.rank} has been in the section {self.beat} for {self.seconds:.0f} s, and"
             f" {self.limit_seconds:.0f} s is the limit ({self.why})"
         )
 
 
 @final
 class HangWatcher:
-    """Looks at the marks again and again.
+    """Looks at the heartbeats again and again.
 
     Args:
-        directory: The directory of the marks.
+        directory: The directory of the heartbeats.
         default: What to do for processes that say nothing about it: `OFF`, `REPORT`, or `STOP`.
         look_every_seconds: How often `look` is called.
         clock: A monotonic clock, in seconds.
@@ -340,12 +348,12 @@ class HangWatcher:
         self._last = clock()
         self._since_write = 0.0
         self._writing: threading.Thread | None = None
-        self._seen: dict[int, tuple[ProcessMarks, float]] = {}
+        self._seen: dict[int, tuple[ProcessHeartbeat, float]] = {}
         self._told: set[tuple[int, int]] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no process that is alive had marks when last looked at."""
+        """Whether no process that is alive had a heartbeat at the last look."""
         return not self._seen
 
     def look(self) -> Hang | None:
@@ -353,18 +361,18 @@ class HangWatcher:
         now = self._clock()
         # A longer time between two looks is time in which the machine, or this process, stood still.
         step, self._last = min(now - self._last, self._longest_look_seconds), now
-        seen: dict[int, tuple[ProcessMarks, float]] = {}
-        for marks in read_marks(self._directory):
-            if is_running(marks.process_id, marks.started):
-                seen[marks.process_id] = (marks, self._seconds(marks, step))
-                self._follow(marks.directory)
+        seen: dict[int, tuple[ProcessHeartbeat, float]] = {}
+        for beat in read_heartbeats(self._directory):
+            if is_running(beat.process_id, beat.started):
+                seen[beat.process_id] = (beat, self._seconds(beat, step))
+                self._follow(beat.directory)
         self._seen = seen
         self._since_write += step
         if self._since_write > _WRITE_EVERY_SECONDS:
             self._since_write = 0.0
             if self._writing is None or not self._writing.is_alive():
                 self._writing = begin(self.times.writing())
-        return next(filter(None, (self._judge(marks, seconds) for marks, seconds in seen.values())), None)
+        return next(filter(None, (self._judge(beat, seconds) for beat, seconds in seen.values())), None)
 
     def write_learned(self) -> None:
         """Write what was learned, after the write in progress."""
@@ -378,29 +386,29 @@ class HangWatcher:
         if directory and directory != self.times.directory:
             done_in_time(partial(self.times.follow, directory))
 
-    def _seconds(self, marks: ProcessMarks, step: float) -> float:
-        """Return for how long the marks have been the same, and learn from those that have changed."""
-        before = self._seen.get(marks.process_id)
+    def _seconds(self, beat: ProcessHeartbeat, step: float) -> float:
+        """Return for how long a heartbeat has been the same, and learn from one that has changed."""
+        before = self._seen.get(beat.process_id)
         if before is None:
             return 0.0
-        if before[0].count == marks.count:
+        if before[0].count == beat.count:
             return before[1] + step
-        if before[0].section != OUTSIDE and (marks.process_id, before[0].count) not in self._told:
+        if before[0].section != OUTSIDE and (beat.process_id, before[0].count) not in self._told:
             self.times.learn(before[0].section, before[1])
         return 0.0
 
-    def _judge(self, marks: ProcessMarks, seconds: float) -> Hang | None:
-        if marks.section == OUTSIDE or (marks.hang or self._default) == OFF:
+    def _judge(self, beat: ProcessHeartbeat, seconds: float) -> Hang | None:
+        if beat.section == OUTSIDE or (beat.hang or self._default) == OFF:
             return None
-        limit, why = self.times.limit(marks)
-        if marks.hang_timeout_seconds:
-            limit, why = marks.hang_timeout_seconds, "hang_timeout"
-        if seconds <= limit or (marks.process_id, marks.count) in self._told:
+        limit, why = self.times.limit(beat)
+        if beat.hang_timeout_seconds:
+            limit, why = beat.hang_timeout_seconds, "hang_timeout"
+        if seconds <= limit or (beat.process_id, beat.count) in self._told:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together
-        self.times.note_hang(marks, seconds)
+        self.times.note_hang(beat, seconds)
         self.write_learned()  # the next start needs to know it
-        return Hang(marks=marks, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))
+        return Hang(beat=beat, seconds=seconds, limit_seconds=limit, why=why, ranks=tuple(self._seen.values()))
 
 
 _LOOK_EVERY_SECONDS = 0.2
@@ -421,7 +429,7 @@ def start_watcher(directory: str) -> None:
 
 
 def watch(directory: str) -> None:
-    """Watch until no process with marks is left."""
+    """Watch until no process with a heartbeat is left."""
     watcher = HangWatcher(directory, look_every_seconds=_LOOK_EVERY_SECONDS)
     began = time.monotonic()
     has_seen = False
@@ -434,7 +442,7 @@ def watch(directory: str) -> None:
             report = hang_report(hang, directory)
             if not hang.is_only_reported:
                 _say(f"The processes are ended, with exit code {HANG_EXIT_CODE}; the last autosave stays.")
-                end_hung(marks.process_id for marks, _ in hang.ranks)
+                end_hung(beat.process_id for beat, _ in hang.ranks)
             _say(f"{hang.text}. See {write_hang_report(report, hang.directory)}.")
         time.sleep(_LOOK_EVERY_SECONDS)
     watcher.write_learned()

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.supervision.marks import END_OF_EPOCH, SETUP
+from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.files.run_files import RunFiles

@@ -32,8 +32,14 @@ from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.records.history import NUM_SAVES, OwnSeconds, SlowRank, slow_ranks
-from lightning_faulttolerant.supervision import marks as kinds
-from lightning_faulttolerant.supervision.marks import Marks, Saved, TrainingFailure, forget_failure, write_failure
+from lightning_faulttolerant.supervision import heartbeats as kinds
+from lightning_faulttolerant.supervision.heartbeats import (
+    Heartbeat,
+    Saved,
+    TrainingFailure,
+    forget_failure,
+    write_failure,
+)
 from lightning_faulttolerant.supervision.watch import ExitSignal, StackHandler, start_watcher
 from lightning_faulttolerant.trainer.compat import num_completed, step_fetches
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
@@ -245,8 +251,8 @@ class Supervision:
             self._directory = ""
         self.is_in_run = bool(self._directory)
         """Whether ``lightning-faulttolerant run`` has started this process."""
-        self.marks: Marks | None = None
-        """The marks; ``None`` if nobody watches."""
+        self.heartbeat: Heartbeat | None = None
+        """The heartbeat; ``None`` if nobody watches."""
         self.number = 0
         """The number of the fit or evaluation in its script."""
         self.has_begun = False
@@ -275,7 +281,7 @@ class Supervision:
         Args:
             number: The number of the fit or evaluation in its script.
             directory: The directory of the run, or its URL.
-            token: A unique text that all ranks share, in the name of the directory for the marks.
+            token: A unique text that all ranks share, in the name of the directory for the heartbeat.
         """
         self.number = number
         if self.is_in_run:
@@ -283,31 +289,31 @@ class Supervision:
         elif self.wants_watcher and token:
             name = str(kinds.shared_memory() / f"{kinds.PREFIX}{token}")
             self._open(name, directory)
-            if self.marks is not None and self._hang == kinds.STOP:
+            if self.heartbeat is not None and self._hang == kinds.STOP:
                 self._exit_signal = ExitSignal()
             if self._trainer.local_rank == 0 and os.path.isdir(name):
                 _start(name)
 
     def _open(self, name: str, directory: str) -> None:
-        """Open the marks. Without them this process is not watched, on which no collective depends."""
+        """Open the heartbeat. Without it, this process is not watched, on which no collective depends."""
         self._directory = name
         try:
-            self._mark(name, directory)
+            self._describe(name, directory)
         except OSError as error:
-            _log.warning("A hang of this process is not noticed, because its marks can't be written: %s", error)
-            kinds.close_marks(name)
-            self.marks = None
+            _log.warning("A hang of this process is not noticed, because its heartbeat can't be written: %s", error)
+            kinds.close_heartbeat(name)
+            self.heartbeat = None
 
-    def _mark(self, name: str, directory: str) -> None:
+    def _describe(self, name: str, directory: str) -> None:
         if not self.is_in_run:
             os.makedirs(name, mode=0o700, exist_ok=True)
-        before, self.marks = self.marks, kinds.marks_in(name)
+        before, self.heartbeat = self.heartbeat, kinds.heartbeat_in(name)
         timeout = int(1000 * (self._options.hang_timeout or 0))
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
-        self.marks.describe(
+        self.heartbeat.describe(
             rank=rank, num_ranks=num_ranks, hang=self._hang, hang_timeout_ms=timeout, directory=directory
         )
-        if self.marks is not before:
+        if self.heartbeat is not before:
             self.in_batch(kinds.SETUP)
         if self._stacks is None and self._hang != kinds.OFF:
             self._stacks = StackHandler(name)
@@ -316,19 +322,19 @@ class Supervision:
 
     def in_section(self, section: int) -> None:
         """Note that a section begins."""
-        if self.marks is not None:
-            self.marks.begin(section)
+        if self.heartbeat is not None:
+            self.heartbeat.begin(section)
 
     def in_batch(self, section: int = kinds.TRAINING_BATCH) -> None:
         """Note that a training batch begins."""
-        if self.marks is not None:
-            self.marks.begin_batch(section, self._epochs.completed, self._batches.completed)
+        if self.heartbeat is not None:
+            self.heartbeat.begin_batch(section, self._epochs.completed, self._batches.completed)
 
     def in_evaluation_batch(self) -> None:
         """Note that a batch of an evaluation begins."""
-        if self.marks is not None:
+        if self.heartbeat is not None:
             epoch, batch, evaluated = self._epochs.completed, self._batches.completed, num_evaluated(self._trainer)
-            self.marks.begin_batch(kinds.EVALUATION_BATCH, epoch, batch, evaluated)
+            self.heartbeat.begin_batch(kinds.EVALUATION_BATCH, epoch, batch, evaluated)
 
     def start(self, position: TrainerPosition | None) -> None:
         """Note that the first batch begins, and the position that it resumes from. Later calls do nothing."""
@@ -341,8 +347,8 @@ class Supervision:
 
     def saved(self, position: TrainerPosition, path: str = "") -> None:
         """Note that an autosave exists."""
-        if self.marks is not None:
-            self.marks.note_saved(_in_order(self.number, position))
+        if self.heartbeat is not None:
+            self.heartbeat.note_saved(_in_order(self.number, position))
 
     # The end.
 
@@ -364,9 +370,9 @@ class Supervision:
                 handler.close()
         self._stacks = self._exit_signal = None
         self.in_section(kinds.OUTSIDE)
-        if self.marks is not None and not self.is_in_run:
-            kinds.close_marks(self._directory)  # its watcher ends when no process has any
-        self.marks = None
+        if self.heartbeat is not None and not self.is_in_run:
+            kinds.close_heartbeat(self._directory)  # its watcher ends when no process has any
+        self.heartbeat = None
 
 
 def _start(name: str) -> None:

@@ -13,7 +13,7 @@ from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
-from lightning_faulttolerant.supervision.marks import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
+from lightning_faulttolerant.supervision.heartbeats import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession, end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
@@ -294,7 +294,7 @@ class Session(AnySession):
             elif training is not None:
                 section = FIRST_BATCH
                 training.before_first_batch()
-            if supervision.marks is not None:
+            if supervision.heartbeat is not None:
                 supervision.in_batch(section)
             skipped = None if training is None else training.skipped
             if skipped is not None and skipped.is_next(data_fetcher):
@@ -361,7 +361,7 @@ class Session(AnySession):
                 boundary.before_validation_batch()
             elif self.trainer.sanity_checking:
                 self.stopping.before_sanity_batch()
-            if supervision.marks is not None:
+            if supervision.heartbeat is not None:
                 supervision.in_evaluation_batch()
             original()
             if self._notes_fetches:

@@ -28,7 +28,7 @@ from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.records.requests import Skip, checked_skips, replay_requested
 from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.storage.store import is_url, local_path
-from lightning_faulttolerant.supervision.marks import HANG_NAMES
+from lightning_faulttolerant.supervision.heartbeats import HANG_NAMES
 from lightning_faulttolerant.trainer.run.directory import Script, check_run_id, this_process
 from lightning_faulttolerant.trainer.signals import duration
 

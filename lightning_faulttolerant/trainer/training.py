@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.supervision.marks import END_OF_EPOCH
+from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, begin_next_bar
 from lightning_faulttolerant.trainer.boundary import Boundary

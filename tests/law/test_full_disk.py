@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli import main as command
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import FitHistory
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.records.accounting import chapter_report
-from lightning_faulttolerant.supervision.marks import TRAINING_BATCH, ProcessMarks, SectionTimes
+from lightning_faulttolerant.supervision.heartbeats import TRAINING_BATCH, ProcessHeartbeat, SectionTimes
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
@@ -171,7 +171,7 @@ def test_hang_that_ended_a_process_is_told_by_the_next_start(tmp_path: Path) -> 
     [history] = (tmp_path / "runs").glob("*/history.jsonl")
     hung.follow(str(history.parent))
     time.sleep(1.0)
-    marks = ProcessMarks(
+    heartbeat = ProcessHeartbeat(
         process_id=1,
         count=1,
         section=TRAINING_BATCH,
@@ -185,7 +185,7 @@ def test_hang_that_ended_a_process_is_told_by_the_next_start(tmp_path: Path) -> 
         hang_timeout_seconds=0.0,
         directory="",
     )
-    hung.note_hang(marks, 0.5)
+    hung.note_hang(heartbeat, 0.5)
     hung.writing()()
     assert run(script).exit_code == 0
     account = chapter_report(chapter_of(tmp_path / "runs")).account

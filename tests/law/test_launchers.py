@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import FILE_NAME
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing.processes import run_ranks
 from tests.harness import python

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report, report_of
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, Account
 from lightning_faulttolerant.records.history import (
     ALIVE,
@@ -23,6 +22,7 @@ from lightning_faulttolerant.records.history import (
     START,
     VALIDATION,
 )
+from lightning_faulttolerant.records.history_parser import history_of
 from tests.records.made import Story, stories
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.records.chapters import Failures, best_interval, failures_of
+from lightning_faulttolerant.records.history_parser import Failures, best_interval, failures_of
 from tests.records.made import Story
 
 

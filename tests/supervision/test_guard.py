@@ -14,13 +14,13 @@ import pytest
 from lightning_faulttolerant.cli.supervisor import end_left
 from lightning_faulttolerant.processes import is_running, started_at
 from lightning_faulttolerant.supervision.guard import Guard, guard
-from lightning_faulttolerant.supervision.marks import Marks
+from lightning_faulttolerant.supervision.heartbeats import Heartbeat
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The directory of the marks."""
-    path = tmp_path / "marks"
+    """The directory of the heartbeats."""
+    path = tmp_path / "heartbeat"
     path.mkdir()
     return path
 
@@ -112,7 +112,7 @@ def test_a_guard_that_is_killed_is_replaced_at_the_next_start(directory: Path) -
 
 def test_only_the_processes_of_the_last_start_are_killed(directory: Path) -> None:
     """Those of an earlier start have ended, and their numbers may belong to others by now."""
-    with process() as earlier, process() as later, process(lambda: Marks(directory)) as marked:
+    with process() as earlier, process() as later, process(lambda: Heartbeat(directory)) as marked:
         guard([f"{earlier}\n", f"{later}\n"], str(directory))
         assert is_running(earlier)
         assert not is_running(later)

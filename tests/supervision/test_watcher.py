@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.processes import is_running, started_at
-from lightning_faulttolerant.supervision import marks as marks_module, watch as stacks_module, watch as watcher_module
-from lightning_faulttolerant.supervision.marks import (
+from lightning_faulttolerant.supervision import (
+    heartbeats as heartbeats_module,
+    watch as stacks_module,
+    watch as watcher_module,
+)
+from lightning_faulttolerant.supervision.heartbeats import (
     END_OF_EPOCH,
     EVALUATION_BATCH,
     FILE_NAME,
@@ -27,11 +31,11 @@ from lightning_faulttolerant.supervision.marks import (
     SETUP,
     TEARDOWN,
     TRAINING_BATCH,
-    Marks,
-    ProcessMarks,
+    Heartbeat,
+    ProcessHeartbeat,
     SectionTimes,
     last_hang,
-    read_marks,
+    read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import (
     HANG_EXIT_CODE,
@@ -69,27 +73,29 @@ def looks(watcher: HangWatcher, clock: Clock, seconds: float) -> Hang | None:
     return found
 
 
-def watched(directory: Path, *, hang: int = 0, timeout: float = 0, run: str = "") -> tuple[Marks, HangWatcher, Clock]:
-    """Return the marks of this process, and their watcher."""
-    clock, marks = Clock(), Marks(directory)
-    marks.describe(rank=0, num_ranks=1, hang=hang, hang_timeout_ms=int(1000 * timeout), directory=run)
-    return marks, HangWatcher(directory, clock=clock), clock
+def watched(
+    directory: Path, *, hang: int = 0, timeout: float = 0, run: str = ""
+) -> tuple[Heartbeat, HangWatcher, Clock]:
+    """Return the heartbeat of this process, and its watcher."""
+    clock, heartbeat = Clock(), Heartbeat(directory)
+    heartbeat.describe(rank=0, num_ranks=1, hang=hang, hang_timeout_ms=int(1000 * timeout), directory=run)
+    return heartbeat, HangWatcher(directory, clock=clock), clock
 
 
 def test_the_limits_of_batches_are_learned(tmp_path: Path) -> None:
     """Ten times the slowest of their kind, and never less than five minutes."""
-    marks, watcher, clock = watched(tmp_path)
-    marks.begin_batch(TRAINING_BATCH, 0, 0)
+    heartbeat, watcher, clock = watched(tmp_path)
+    heartbeat.begin_batch(TRAINING_BATCH, 0, 0)
     assert looks(watcher, clock, 100) is None
-    marks.begin_batch(EVALUATION_BATCH, 0, 1, 0)
+    heartbeat.begin_batch(EVALUATION_BATCH, 0, 1, 0)
     looks(watcher, clock, 1)
-    marks.begin_batch(EVALUATION_BATCH, 0, 1, 1)
+    heartbeat.begin_batch(EVALUATION_BATCH, 0, 1, 1)
     assert looks(watcher, clock, 299) is None
     hang = looks(watcher, clock, 5)
     assert hang is not None
     assert "the section evaluation batch (epoch 0, batch 1, evaluation batch 1) for 30" in hang.text
     assert "300 s is the limit (the slowest of its kind took 0.5 s)" in hang.text
-    marks.begin_batch(TRAINING_BATCH, 0, 1)
+    heartbeat.begin_batch(TRAINING_BATCH, 0, 1)
     assert looks(watcher, clock, 990) is None
     assert looks(watcher, clock, 20) is not None
 
@@ -97,12 +103,12 @@ def test_the_limits_of_batches_are_learned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [SETUP, FIRST_BATCH, SAVE, END_OF_EPOCH, TEARDOWN])
 def test_sections_other_than_batches_may_always_take_half_an_hour(tmp_path: Path, section: int) -> None:
     """One that had nothing to do says nothing about the next one; one that took long may take longer."""
-    marks, watcher, clock = watched(tmp_path)
+    heartbeat, watcher, clock = watched(tmp_path)
     for _ in range(3):
-        marks.begin(section)
+        heartbeat.begin(section)
         looks(watcher, clock, 1)
     assert looks(watcher, clock, 1797) is None
-    marks.begin(section)
+    heartbeat.begin(section)
     assert looks(watcher, clock, 2000) is None
 
 
@@ -112,14 +118,14 @@ def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -
     limits = []
     for start in range(3):
         (tmp_path / str(start)).mkdir()
-        marks, watcher, clock = watched(tmp_path / str(start), run=str(tmp_path / "run"))
-        marks.begin_batch(TRAINING_BATCH, 0, 4)
+        heartbeat, watcher, clock = watched(tmp_path / str(start), run=str(tmp_path / "run"))
+        heartbeat.begin_batch(TRAINING_BATCH, 0, 4)
         looks(watcher, clock, 1)
-        marks.begin_batch(TRAINING_BATCH, 0, 5)
+        heartbeat.begin_batch(TRAINING_BATCH, 0, 5)
         hang = looks(watcher, clock, 1300)
         assert hang is not None
         limits.append(hang.limit_seconds)
-        other = replace(hang.marks, batch=6)
+        other = replace(hang.beat, batch=6)
         assert watcher.times.limit(other)[0] == 300
         watcher.write_learned()
     assert limits == [300, 600, 1200]
@@ -128,20 +134,20 @@ def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -
 
 def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
     """A process that continues after its report has not shown how long its section takes."""
-    marks, watcher, clock = watched(tmp_path, timeout=5)
-    marks.begin(SAVE)
+    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
+    heartbeat.begin(SAVE)
     assert looks(watcher, clock, 7) is not None
     assert looks(watcher, clock, 100) is None
-    before = next(read_marks(tmp_path))
-    marks.begin(TRAINING_BATCH)
+    before = next(read_heartbeats(tmp_path))
+    heartbeat.begin(TRAINING_BATCH)
     looks(watcher, clock, 1)
     assert watcher.times.limit(replace(before, batch=9)) == (1800, "none of its kind has ended yet")
 
 
 def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
     """A machine that slept for an hour has no hang."""
-    marks, watcher, clock = watched(tmp_path, timeout=5)
-    marks.begin(SAVE)
+    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
+    heartbeat.begin(SAVE)
     looks(watcher, clock, 2)
     clock.now += 3600
     assert looks(watcher, clock, 2) is None
@@ -149,9 +155,9 @@ def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
 
 def test_a_watcher_that_looks_rarely_counts_its_own_pace(tmp_path: Path) -> None:
     """``--monitor-interval 30`` must not make a minute of thirty."""
-    marks, _, clock = watched(tmp_path, timeout=100)
+    heartbeat, _, clock = watched(tmp_path, timeout=100)
     watcher = HangWatcher(tmp_path, clock=clock, look_every_seconds=30)
-    marks.begin(SAVE)
+    heartbeat.begin(SAVE)
     found = []
     for _ in range(6):
         clock.now += 30
@@ -160,10 +166,10 @@ def test_a_watcher_that_looks_rarely_counts_its_own_pace(tmp_path: Path) -> None
 
 
 def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path) -> None:
-    """The marks say when their process has started. A zombie has ended, too."""
-    marks, watcher, clock = watched(tmp_path, timeout=5)
-    marks.begin(SAVE)
-    marks._set(started=started_at(os.getpid()) - 1)
+    """The heartbeat says when its process has started. A zombie has ended, too."""
+    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
+    heartbeat.begin(SAVE)
+    heartbeat._set(started=started_at(os.getpid()) - 1)
     assert looks(watcher, clock, 10) is None
     assert watcher.is_empty
     assert is_running(os.getpid(), started_at(os.getpid()))
@@ -184,7 +190,7 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
         release.wait(60)
         raise OSError
 
-    monkeypatch.setattr(marks_module, name, hang)
+    monkeypatch.setattr(heartbeats_module, name, hang)
     monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
     original = watcher_module.open_writer
     monkeypatch.setattr(
@@ -194,10 +200,10 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
     )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began = time.monotonic()
-    marks, watcher, clock = watched(tmp_path, run=f"{tmp_path}/run")
-    marks.begin(TRAINING_BATCH)
+    heartbeat, watcher, clock = watched(tmp_path, run=f"{tmp_path}/run")
+    heartbeat.begin(TRAINING_BATCH)
     looks(watcher, clock, 60)
-    marks.begin(SAVE)
+    heartbeat.begin(SAVE)
     looks(watcher, clock, 60)
     watcher.write_learned()
     path = write_hang_report("the report", f"{tmp_path}/run")
@@ -210,15 +216,15 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(("hang", "section"), [(OFF, SAVE), (0, OUTSIDE)])
 def test_what_is_not_watched(tmp_path: Path, hang: int, section: int) -> None:
     """With ``hang="off"``, and outside of a fit, nothing hangs."""
-    marks, watcher, clock = watched(tmp_path, hang=hang, timeout=5)
-    marks.begin(section)
+    heartbeat, watcher, clock = watched(tmp_path, hang=hang, timeout=5)
+    heartbeat.begin(section)
     assert looks(watcher, clock, 100) is None
 
 
 def test_a_run_that_asks_for_a_report_gets_no_more(tmp_path: Path) -> None:
-    """The watcher knows from the marks what is asked for."""
-    marks, watcher, clock = watched(tmp_path, hang=REPORT, timeout=5)
-    marks.begin(SAVE)
+    """The watcher knows from the heartbeat what is asked for."""
+    heartbeat, watcher, clock = watched(tmp_path, hang=REPORT, timeout=5)
+    heartbeat.begin(SAVE)
     hang = looks(watcher, clock, 10)
     assert hang is not None
     assert hang.is_only_reported
@@ -227,10 +233,10 @@ def test_a_run_that_asks_for_a_report_gets_no_more(tmp_path: Path) -> None:
 def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     """The slowest sections are beside the history, and damaged files are no reason to stop."""
     (tmp_path / "run").mkdir()
-    marks, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
-    marks.begin(TRAINING_BATCH)
+    heartbeat, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
+    heartbeat.begin(TRAINING_BATCH)
     looks(watcher, clock, 60)
-    marks.begin(SAVE)
+    heartbeat.begin(SAVE)
     looks(watcher, clock, 1)
     watcher.write_learned()
     times = SectionTimes()
@@ -262,9 +268,9 @@ def test_the_next_start_knows_when_the_last_hang_was(tmp_path: Path) -> None:
     assert last_hang(directory) is None
 
 
-def marks_at(rank: int, batch: int) -> ProcessMarks:
-    """Return the marks of a rank in a training batch."""
-    return ProcessMarks(
+def marks_at(rank: int, batch: int) -> ProcessHeartbeat:
+    """Return the heartbeat of a rank in a training batch."""
+    return ProcessHeartbeat(
         process_id=rank + 1,
         count=1,
         section=TRAINING_BATCH,
@@ -287,7 +293,7 @@ def test_which_rank_is_behind() -> None:
 
     def told(batches: tuple[int, int], states: str = "SS", stacks: tuple[str, str] = ("", "")) -> str:
         ranks = tuple((marks_at(rank, batch), 1.0) for rank, batch in enumerate(batches))
-        hang = Hang(marks=ranks[0][0], seconds=1.0, limit_seconds=1.0, why="", ranks=ranks)
+        hang = Hang(beat=ranks[0][0], seconds=1.0, limit_seconds=1.0, why="", ranks=ranks)
         return lagging_ranks(hang, dict(enumerate(states, 1)), dict(enumerate(stacks)))
 
     assert told((4, 4), "ST") == "Behind: rank 1, stopped by a signal."
@@ -346,7 +352,7 @@ def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> 
         parent = os.getpid()
         if not os.fork():
             hung = replace(marks_at(0, 1), process_id=parent)
-            hang = Hang(marks=hung, seconds=1.0, limit_seconds=1.0, why="", ranks=((hung, 1.0),))
+            hang = Hang(beat=hung, seconds=1.0, limit_seconds=1.0, why="", ranks=((hung, 1.0),))
             report = hang_report(hang, tmp_path)
             end_hung([parent])
             os.write(done, b"in the report" if f"Process {os.getpid()}" in report else b"survived")
@@ -372,12 +378,12 @@ def test_a_process_ends_without_proc_and_signals_to_spare(monkeypatch: pytest.Mo
 
 
 def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:
-    """It stays while a process with marks is alive, and then removes the directory."""
-    directory = tmp_path / "marks"
+    """It stays while a process with a heartbeat is alive, and then removes the directory."""
+    directory = tmp_path / "heartbeat"
     directory.mkdir()
     process_id = os.fork()
     if not process_id:
-        Marks(directory).begin(SAVE)
+        Heartbeat(directory).begin(SAVE)
         time.sleep(60)
         os._exit(0)
     words = [sys.executable, "-m", "lightning_faulttolerant.supervision.watch", str(directory)]

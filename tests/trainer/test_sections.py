@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.processes import parents_and_states
-from lightning_faulttolerant.supervision import marks as kinds
-from lightning_faulttolerant.supervision.marks import (
+from lightning_faulttolerant.supervision import heartbeats as kinds
+from lightning_faulttolerant.supervision.heartbeats import (
     DIRECTORY_VARIABLE,
     SECTION_NAMES,
-    Marks,
-    ProcessMarks,
+    Heartbeat,
+    ProcessHeartbeat,
     TrainingFailure,
     read_failures,
-    read_marks,
+    read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import SIGNAL
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -42,10 +42,10 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def marks_in(directory: Path) -> ProcessMarks:
-    """Return the marks of this process."""
-    [marks] = [each for each in read_marks(directory) if each.process_id == os.getpid()]
-    return marks
+def heartbeat_in(directory: Path) -> ProcessHeartbeat:
+    """Return the heartbeat of this process."""
+    [heartbeat] = [each for each in read_heartbeats(directory) if each.process_id == os.getpid()]
+    return heartbeat
 
 
 class Listens(Callback):
@@ -56,8 +56,10 @@ class Listens(Callback):
         self.heard: list[tuple[Any, ...]] = []
 
     def _hear(self, hook: str) -> None:
-        marks = marks_in(self.directory)
-        self.heard.append((hook, SECTION_NAMES[marks.section], marks.epoch, marks.batch, marks.evaluated))
+        heartbeat = heartbeat_in(self.directory)
+        self.heard.append(
+            (hook, SECTION_NAMES[heartbeat.section], heartbeat.epoch, heartbeat.batch, heartbeat.evaluated)
+        )
 
     def on_fit_start(self, *_: Any) -> None:
         self._hear("fit")
@@ -101,14 +103,14 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
         ("save", "save", 0, 3, 1),
     ]
     assert listens.heard == of_epoch
-    marks = marks_in(supervisor)
-    assert SECTION_NAMES[marks.section] == "outside of a fit"
-    assert marks.saved == (1, 2**62, 0, 0)
-    assert Path(marks.directory).parent == tmp_path / "autosaves"
+    heartbeat = heartbeat_in(supervisor)
+    assert SECTION_NAMES[heartbeat.section] == "outside of a fit"
+    assert heartbeat.saved == (1, 2**62, 0, 0)
+    assert Path(heartbeat.directory).parent == tmp_path / "autosaves"
 
 
-class Notes(Marks):
-    """Marks that remember each section."""
+class Notes(Heartbeat):
+    """A heartbeat that remembers each section."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -125,9 +127,9 @@ class Notes(Marks):
 
 @pytest.fixture
 def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the sections that this process marks, in order."""
+    """Return the sections that this process notes, in order."""
     notes = Notes(supervisor)
-    monkeypatch.setattr(kinds, "marks_in", lambda _: notes)
+    monkeypatch.setattr(kinds, "heartbeat_in", lambda _: notes)
     return notes.begun
 
 
@@ -341,8 +343,8 @@ def test_a_fit_without_room_for_its_marks_runs_unwatched(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
-    assert "its marks can't be written: [Errno 28] No space left on device" in caplog.text
-    assert list(read_marks(directory)) == []
+    assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
+    assert list(read_heartbeats(directory)) == []
 
 
 def test_a_system_without_sessions_runs_unwatched(

@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
-from lightning_faulttolerant.supervision.marks import SAVE, TEARDOWN
+from lightning_faulttolerant.supervision.heartbeats import SAVE, TEARDOWN
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession, tell_stopped
@@ -319,7 +319,7 @@ class EvaluationSession(AnySession):
                 history.alive()
             if run.is_ahead:
                 run.note_fetch()
-            if supervision.marks is not None:
+            if supervision.heartbeat is not None:
                 supervision.in_evaluation_batch()
             original()
             if self._notes_fetches:

@@ -20,7 +20,6 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
-from lightning_faulttolerant.records.chapters import Failures, failures_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
     ALIVE_EVERY_SECONDS,
@@ -40,9 +39,10 @@ from lightning_faulttolerant.records.history import (
     VALIDATION,
     name_of,
 )
+from lightning_faulttolerant.records.history_parser import Failures, failures_of
 from lightning_faulttolerant.records.requests import Skip
 from lightning_faulttolerant.records.runs import Parent
-from lightning_faulttolerant.supervision.marks import last_hang
+from lightning_faulttolerant.supervision.heartbeats import last_hang
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, num_evaluated, position_of
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.resume.choice import Choice

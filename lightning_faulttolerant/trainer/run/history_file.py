@@ -23,7 +23,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
-from lightning_faulttolerant.records.chapters import place_of, slow_of
 from lightning_faulttolerant.records.history import (
     ALIVE,
     AUTOSAVE,
@@ -37,6 +36,7 @@ from lightning_faulttolerant.records.history import (
     name_of,
     summed_times,
 )
+from lightning_faulttolerant.records.history_parser import place_of, slow_of
 from lightning_faulttolerant.records.lines import Line, append_line, parse_lines, read_lines
 from lightning_faulttolerant.storage.store import is_url, open_writer
 

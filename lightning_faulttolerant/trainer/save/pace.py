@@ -29,7 +29,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.clock import perf_counter
-from lightning_faulttolerant.records.chapters import Failures, best_interval
+from lightning_faulttolerant.records.history_parser import Failures, best_interval
 from lightning_faulttolerant.trainer.compat import num_begun_in_all
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition

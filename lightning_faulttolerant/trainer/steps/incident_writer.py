@@ -54,7 +54,7 @@ from lightning_faulttolerant.records.requests import (
 )
 from lightning_faulttolerant.records.runs import Command
 from lightning_faulttolerant.storage.store import Store, open_file, open_store
-from lightning_faulttolerant.supervision.marks import DIRECTORY_VARIABLE
+from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.identity.starts import start_of_process

@@ -3,7 +3,7 @@
 import random
 
 from lightning_faulttolerant.records.accounting import report_of
-from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.history_parser import history_of
 
 BEGAN = 1795327200.0
 

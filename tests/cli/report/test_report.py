@@ -13,8 +13,8 @@ import pytest
 from lightning_faulttolerant.cli.report import report_lines
 from lightning_faulttolerant.cli.report_page import end_text, short_duration
 from lightning_faulttolerant.records.accounting import report_of
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import KINDS
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.run.history_file import shortened, text_of
 from tests.cli.checkpoints import call, save_series

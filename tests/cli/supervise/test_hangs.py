@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.supervision.marks import read_marks
+from lightning_faulttolerant.supervision.heartbeats import read_heartbeats
 from tests.cli.supervise.supervised import Trial, begin, supervised, undisturbed
 from tests.histories import chapter_of
 
@@ -79,7 +79,9 @@ def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, 
     assert len(reports(hung)) == 1
     assert hung.told("weights") == []
     memory = Path("/dev/shm").glob("lightning-faulttolerant-*")
-    assert [name for name in memory for marks in read_marks(name) if str(tmp_path) in marks.directory] == []
+    assert [
+        name for name in memory for heartbeat in read_heartbeats(name) if str(tmp_path) in heartbeat.directory
+    ] == []
     again = begin(tmp_path, *words, options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1").wait()
     assert again.exit_code == 0, again.output
     assert again.told("weights") == undisturbed()

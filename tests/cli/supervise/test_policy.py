@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_faulttolerant.cli.supervisor import EndedStart, RestartPolicy, Verdict, stop_code
-from lightning_faulttolerant.supervision.marks import TrainingFailure
+from lightning_faulttolerant.supervision.heartbeats import TrainingFailure
 
 FAILURE = TrainingFailure(
     kind="ValueError", text="boom", function="fit", epoch=1, batch=5, samples={"train/0": [7, 3]}, time=1.0

@@ -9,11 +9,11 @@ import pytest
 from lightning_faulttolerant.cli import supervisor as supervisor_module
 from lightning_faulttolerant.cli.supervisor import RestartPolicy, SupervisionEnded, Supervisor, kill
 from lightning_faulttolerant.processes import is_running
-from lightning_faulttolerant.supervision.marks import (
+from lightning_faulttolerant.supervision.heartbeats import (
     OUTSIDE,
     SAVE,
     TRAINING_BATCH,
-    Marks,
+    Heartbeat,
     TrainingFailure,
     read_failures,
     write_failure,
@@ -25,9 +25,9 @@ def sleeper(directory: Path | None = None) -> int:
     process_id = os.fork()
     if not process_id:
         if directory is not None:
-            marks = Marks(directory)
-            marks.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
-            marks.begin(SAVE)
+            heartbeat = Heartbeat(directory)
+            heartbeat.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
+            heartbeat.begin(SAVE)
         time.sleep(60)
         os._exit(1)
     return process_id
@@ -79,7 +79,7 @@ def test_each_start_forgets_what_the_one_before_has_told(monkeypatch: pytest.Mon
     supervisor.begin_start()
     supervisor.after_failure([1])
     supervisor.begin_start()
-    Marks(supervisor.directory).note_saved((1, 0, 5, 0))
+    Heartbeat(supervisor.directory).note_saved((1, 0, 5, 0))
     failure = TrainingFailure(kind="ValueError", text="boom", function="fit", epoch=0, batch=5, time=1.0)
     write_failure(supervisor.directory, failure)
     supervisor.begin_start()
@@ -109,7 +109,7 @@ def ended_in(directory: Path, section: int) -> int:
     """Return the id of a process that has ended in a section."""
     process_id = os.fork()
     if not process_id:
-        Marks(directory).begin(section)
+        Heartbeat(directory).begin(section)
         os._exit(0)
     os.waitpid(process_id, 0)
     return process_id

@@ -16,7 +16,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import RunInUseError, TrainingStopped
-from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition

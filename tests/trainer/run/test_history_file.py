@@ -7,9 +7,9 @@ import math
 from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, VALIDATION, RunHistory
+from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.trainer.run.history_file import shortened, text_of
 from tests.records.made import Story, stories

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightning_faulttolerant.records.chapters import Failures
+from lightning_faulttolerant.records.history_parser import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
 
 

@@ -1,8 +1,8 @@
-"""Marks: what a training process is doing, in memory that it shares with the process that watches it.
+"""Heartbeats: what a training process is doing, in memory that it shares with the process that watches it.
 
-A mark is a few numbers in a file that is mapped into memory, so that it costs no system call. It holds no time: the
-watcher measures how long a mark stays the same. So a watcher can read it whatever the process does, even if C code
-holds the GIL, or a signal has stopped the process. The exception that ends a process is in a file next to its mark.
+A heartbeat is a few numbers in a file that is mapped into memory, so it costs no system call. It holds no time: the
+watcher measures how long it stays the same. So a watcher can read it whatever the process does, even if C code holds
+the GIL, or a signal has stopped the process. The exception that ends a process is in a file next to its heartbeat.
 
 A section may take ten times as long as the slowest of its kind so far, which the next start knows. A limit that is
 wrong must not end a run: after a hang, the same place of the run may take twice as long.
@@ -28,7 +28,7 @@ from lightning_faulttolerant.processes import started_at
 from lightning_faulttolerant.storage.store import open_file, open_writer
 
 DIRECTORY_VARIABLE = "PL_FAULT_TOLERANT_SUPERVISOR"
-"""The directory for marks and failures, set by ``lightning-faulttolerant run`` for the processes that it starts."""
+"""The directory for heartbeats and failures. ``lightning-faulttolerant run`` sets it for its processes."""
 
 OUTSIDE, SETUP, FIRST_BATCH, TRAINING_BATCH, EVALUATION_BATCH, SAVE, END_OF_EPOCH, TEARDOWN = range(8)
 SECTION_NAMES = (
@@ -71,10 +71,10 @@ _pack_section = struct.Struct("=2q").pack_into
 _pack_batch = struct.Struct("=5q").pack_into
 _TEXT_AT = 8 * len(_NUMBERS)
 _SIZE = 4096
-_PREFIX = "marks-"
+_PREFIX = "heartbeat-"
 
 PREFIX = "lightning-faulttolerant-"
-"""How the names of directories for marks begin."""
+"""How the names of directories for heartbeats begin."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 Saved = tuple[int, int, int, int]
@@ -82,8 +82,8 @@ Saved = tuple[int, int, int, int]
 
 
 @final
-class Marks:
-    """The marks of this process.
+class Heartbeat:
+    """The heartbeat of this process.
 
     Args:
         directory: The directory that the watcher reads.
@@ -157,21 +157,21 @@ def shared_memory() -> Path:
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
-_of_this_process: dict[str, Marks] = {}
-"""The marks by directory. A forked process begins its own."""
+_of_this_process: dict[str, Heartbeat] = {}
+"""The heartbeats by directory. A forked process begins its own."""
 
 
-def marks_in(directory: str | os.PathLike[str]) -> Marks:
-    """Return the marks of this process in a directory."""
+def heartbeat_in(directory: str | os.PathLike[str]) -> Heartbeat:
+    """Return the heartbeat of this process in a directory."""
     name = os.fspath(directory)
-    marks = _of_this_process.get(name)
-    if marks is None or marks.process_id != os.getpid():
-        marks = _of_this_process[name] = Marks(name)
-    return marks
+    heartbeat = _of_this_process.get(name)
+    if heartbeat is None or heartbeat.process_id != os.getpid():
+        heartbeat = _of_this_process[name] = Heartbeat(name)
+    return heartbeat
 
 
-def close_marks(directory: str | os.PathLike[str]) -> None:
-    """Remove the marks of this process from a directory."""
+def close_heartbeat(directory: str | os.PathLike[str]) -> None:
+    """Remove the heartbeat of this process from a directory."""
     name = os.fspath(directory)
     if _of_this_process.pop(name, None) is not None:
         with contextlib.suppress(FileNotFoundError):
@@ -183,8 +183,8 @@ def _path(directory: str | os.PathLike[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessMarks:
-    """The marks of a process, as its watcher reads them. See `Marks` for the meaning of each."""
+class ProcessHeartbeat:
+    """The heartbeat of a process, as its watcher reads it. See `Heartbeat` for the meaning of each number."""
 
     process_id: int
     started: int = 0
@@ -206,13 +206,13 @@ class ProcessMarks:
         return f"{SECTION_NAMES[self.section]} ({place})"
 
 
-def read_marks(directory: str | os.PathLike[str]) -> Iterator[ProcessMarks]:
-    """Yield the marks of all processes that have written any, in order of their ranks."""
-    found = [marks for path in Path(directory).glob(f"{_PREFIX}*") if (marks := _read(path)) is not None]
-    yield from sorted(found, key=lambda marks: (marks.rank, marks.process_id))
+def read_heartbeats(directory: str | os.PathLike[str]) -> Iterator[ProcessHeartbeat]:
+    """Yield the heartbeats of all processes that have written one, in order of their ranks."""
+    found = [heartbeat for path in Path(directory).glob(f"{_PREFIX}*") if (heartbeat := _read(path)) is not None]
+    yield from sorted(found, key=lambda heartbeat: (heartbeat.rank, heartbeat.process_id))
 
 
-def _read(path: Path) -> ProcessMarks | None:
+def _read(path: Path) -> ProcessHeartbeat | None:
     try:
         content = path.read_bytes()
     except OSError:  # removed in between
@@ -222,7 +222,7 @@ def _read(path: Path) -> ProcessMarks | None:
     numbers = dict(zip(_NUMBERS, struct.unpack_from(f"={len(_NUMBERS)}q", content), strict=True))
     text = content[_TEXT_AT : _TEXT_AT + numbers["text_bytes"]]
     saved = tuple(numbers[f"saved_{name}"] for name in ("number", "epoch", "batch", "evaluated"))
-    return ProcessMarks(
+    return ProcessHeartbeat(
         process_id=int(path.name.removeprefix(_PREFIX)),
         saved=saved if numbers["num_saved"] else None,
         hang_timeout_seconds=numbers["hang_timeout_ms"] / 1000,
@@ -284,23 +284,23 @@ class SectionTimes:
         name = SECTION_NAMES[section]
         self._slowest[name] = max(seconds, self._slowest.get(name, 0.0))
 
-    def note_hang(self, marks: ProcessMarks, seconds: float) -> None:
+    def note_hang(self, heartbeat: ProcessHeartbeat, seconds: float) -> None:
         """Note where a process was over its limit, and for how many seconds it has been there."""
         now = round(time.time(), 3)
         self._hung_times = (now - seconds, now)
-        place = _place(marks)
+        place = _place(heartbeat)
         before = self._hung[1] if self._hung is not None and self._hung[0] == place else 0
         self._hung, self._has_new_hang = (place, before + 1), True
 
-    def limit(self, marks: ProcessMarks) -> tuple[float, str]:
+    def limit(self, heartbeat: ProcessHeartbeat) -> tuple[float, str]:
         """Return how long the section of a process may take, in seconds, and the reason in words."""
-        slowest = self._slowest.get(SECTION_NAMES[marks.section])
+        slowest = self._slowest.get(SECTION_NAMES[heartbeat.section])
         if slowest is None:
             seconds, why = _LEAST_SECONDS, "none of its kind has ended yet"
         else:
-            least = _LEAST_SECONDS_OF_BATCHES if marks.section in _OF_BATCHES else _LEAST_SECONDS
+            least = _LEAST_SECONDS_OF_BATCHES if heartbeat.section in _OF_BATCHES else _LEAST_SECONDS
             seconds, why = max(_FACTOR * slowest, least), f"the slowest of its kind took {slowest:.3g} s"
-        if self._hung is not None and self._hung[0] == _place(marks):
+        if self._hung is not None and self._hung[0] == _place(heartbeat):
             seconds *= 2.0 ** min(self._hung[1], 20)
             why += f"; doubled after each hang here, {self._hung[1]} so far"
         return seconds, why
@@ -338,8 +338,8 @@ def last_hang(directory: str) -> tuple[float, float] | None:
     return None
 
 
-def _place(marks: ProcessMarks) -> _Place:
-    return SECTION_NAMES[marks.section], marks.epoch, marks.batch, marks.evaluated
+def _place(heartbeat: ProcessHeartbeat) -> _Place:
+    return SECTION_NAMES[heartbeat.section], heartbeat.epoch, heartbeat.batch, heartbeat.evaluated
 
 
 def _write_nothing() -> None:

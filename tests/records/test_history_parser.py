@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import FINISHED, Chapter, RunPlace
+from lightning_faulttolerant.records.history_parser import history_of
 from tests.records.made import Story
 
 

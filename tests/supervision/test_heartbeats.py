@@ -3,59 +3,59 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lightning_faulttolerant.supervision.marks import (
+from lightning_faulttolerant.supervision.heartbeats import (
     SAVE,
     SETUP,
     STOP,
     TRAINING_BATCH,
-    Marks,
+    Heartbeat,
     TrainingFailure,
-    marks_in,
+    heartbeat_in,
     read_failures,
-    read_marks,
+    read_heartbeats,
     write_failure,
 )
 
 
 def test_a_watcher_reads_what_was_marked(tmp_path: Path) -> None:
-    """Each mark changes the count, and all numbers arrive."""
-    marks = Marks(tmp_path)
-    marks.describe(rank=1, num_ranks=2, hang=STOP, hang_timeout_ms=1500, directory="/runs/größe")
-    marks.begin_batch(TRAINING_BATCH, 3, 14, 2)
-    [first] = read_marks(tmp_path)
+    """Each note changes the count, and all numbers arrive."""
+    heartbeat = Heartbeat(tmp_path)
+    heartbeat.describe(rank=1, num_ranks=2, hang=STOP, hang_timeout_ms=1500, directory="/runs/größe")
+    heartbeat.begin_batch(TRAINING_BATCH, 3, 14, 2)
+    [first] = read_heartbeats(tmp_path)
     assert (first.section, first.epoch, first.batch, first.evaluated) == (TRAINING_BATCH, 3, 14, 2)
     assert (first.rank, first.num_ranks, first.hang, first.hang_timeout_seconds) == (1, 2, STOP, 1.5)
     assert (first.process_id, first.directory, first.saved) == (os.getpid(), "/runs/größe", None)
-    marks.begin(SAVE)
-    marks.note_saved((1, 2, 3, 4))
-    [second] = read_marks(tmp_path)
+    heartbeat.begin(SAVE)
+    heartbeat.note_saved((1, 2, 3, 4))
+    [second] = read_heartbeats(tmp_path)
     assert (second.section, second.saved, second.epoch) == (SAVE, (1, 2, 3, 4), 3)
     assert second.count > first.count
 
 
 def test_marks_have_their_memory_from_the_start(tmp_path: Path) -> None:
-    """In a file with a hole, a mark would end the process by SIGBUS once the memory is full."""
-    Marks(tmp_path)
-    assert (tmp_path / f"marks-{os.getpid()}").stat().st_blocks > 0
+    """In a file with a hole, a heartbeat would end the process by SIGBUS once the memory is full."""
+    Heartbeat(tmp_path)
+    assert (tmp_path / f"heartbeat-{os.getpid()}").stat().st_blocks > 0
 
 
 def test_a_mark_before_the_first_evaluation_names_none(tmp_path: Path) -> None:
     """A setup is in no batch of an evaluation."""
-    Marks(tmp_path).begin(SETUP)
-    assert [str(marks) for marks in read_marks(tmp_path)] == ["setup (epoch 0, batch 0)"]
+    Heartbeat(tmp_path).begin(SETUP)
+    assert [str(heartbeat) for heartbeat in read_heartbeats(tmp_path)] == ["setup (epoch 0, batch 0)"]
 
 
 def test_a_forked_process_has_its_own_marks(tmp_path: Path) -> None:
-    """A process that is forked in a fit, as a rank is, does not write into its parent's marks."""
-    marks_in(tmp_path).begin(SAVE)
+    """A process that is forked in a fit, as a rank is, does not write into its parent's heartbeat."""
+    heartbeat_in(tmp_path).begin(SAVE)
     process_id = os.fork()
     if not process_id:
-        marks_in(tmp_path).begin(TRAINING_BATCH)
+        heartbeat_in(tmp_path).begin(TRAINING_BATCH)
         os._exit(0)
     os.waitpid(process_id, 0)
-    found = {each.process_id: each.section for each in read_marks(tmp_path)}
+    found = {each.process_id: each.section for each in read_heartbeats(tmp_path)}
     assert found == {os.getpid(): SAVE, process_id: TRAINING_BATCH}
-    assert marks_in(tmp_path) is marks_in(str(tmp_path))
+    assert heartbeat_in(tmp_path) is heartbeat_in(str(tmp_path))
 
 
 def test_a_rank_that_only_lost_another_one_is_not_the_cause(tmp_path: Path) -> None:
