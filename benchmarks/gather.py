@@ -171,7 +171,7 @@ def modelled(work: dict[str, float], num_ranks: int, each_s: float) -> dict[str,
     """Return `work` with the time that sending to rank 0 takes.
 
     The first rank of each node receives a message of each other rank there, all nodes at the same time. Then rank 0
-    receives the bytes of all ranks, with some work for each message: one of each node and of each rank of its own node.
+    receives the bytes of all ranks, with some work for each message: one of each node and of each rank of its node.
     """
     messages = RANKS_PER_NODE - 1 + num_ranks // RANKS_PER_NODE - 1
     at_nodes = HOP_SECONDS + (RANKS_PER_NODE - 1) * each_s

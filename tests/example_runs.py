@@ -59,7 +59,7 @@ def autosaves(directory: Path) -> set[str]:
     return {path.name for path in directory.glob("**/fit-1/autosave-*.ckpt")}
 
 
-def strike_behind_saves(script: Script, directory: Path, *, num_saves: int = 2, signum: int = signal.SIGKILL) -> Ended:
+def strike_after_saves(script: Script, directory: Path, *, num_saves: int = 2, signum: int = signal.SIGKILL) -> Ended:
     """Send a signal to an example and its workers after it has written `num_saves` more autosaves."""
     before, deadline = autosaves(directory), time.monotonic() + 60
     seen: set[str] = set()
@@ -87,10 +87,10 @@ def assert_ends_the_same(
     assert whole.exit_code == 0, whole.output
     cut = tmp_path / "cut"
     cut.mkdir()
-    killed = strike_behind_saves(Script(run(cut)), cut)
+    killed = strike_after_saves(Script(run(cut)), cut)
     assert killed.exit_code == -signal.SIGKILL, killed.output
     if signum is not None:
-        stopped = strike_behind_saves(Script(run(cut), seed=2), cut, signum=signum)
+        stopped = strike_after_saves(Script(run(cut), seed=2), cut, signum=signum)
         assert stopped.exit_code == 128 + signum, stopped.output
         assert_went_on(stopped)
     last = Script(run(cut), seed=3).wait()

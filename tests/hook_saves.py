@@ -79,7 +79,7 @@ def saving_module(hook: str, at: int, base: type[LightningModule] = Net) -> Ligh
     return type("SavingNet", (base,), {hook: call})()  # type: ignore[no-any-return]
 
 
-def assert_goes_on_from(
+def assert_continues_from(
     hook: str,
     *,
     users: Callable[[], list[Callback]] = list,
@@ -119,7 +119,7 @@ def assert_goes_on_from(
         assert resumed.exit_code == 0, resumed.output
         begins_at = _BEGINS_AT.get(hook, "")
         begins_at = "validation" if num_ranks > 1 and begins_at == "validation batch" else begins_at
-        expected = [_behind(events, begins_at) for events in _events(reference)]
+        expected = [_after(events, begins_at) for events in _events(reference)]
         compare(expected, [_unmarked(events) for events in _events(resumed)], f"the run that continues from {hook}")
 
 
@@ -127,7 +127,7 @@ def _events(outcome: RunOutcome) -> list[list[dict[str, Any]]]:
     return [trace.events for trace in outcome.traces]
 
 
-def _behind(events: list[dict[str, Any]], begins_at: str) -> list[dict[str, Any]]:
+def _after(events: list[dict[str, Any]], begins_at: str) -> list[dict[str, Any]]:
     names = [event["event"] for event in events]
     cut = names.index("saved")
     if begins_at:

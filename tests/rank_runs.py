@@ -115,7 +115,7 @@ def assert_ranks_resume(
     )
 
 
-def assert_ranks_go_on(cut: Cut, *, rank: int | None = None, num_ranks: int = 2, **arguments: Any) -> None:
+def assert_ranks_continue(cut: Cut, *, rank: int | None = None, num_ranks: int = 2, **arguments: Any) -> None:
     """Check that a run of several ranks obeys the law if `rank` is killed at `cut`; `arguments` go to `rank_fit`."""
     fit = rank_fit(num_ranks, **arguments)
     [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=rank)], num_ranks=num_ranks, every=cut.every)

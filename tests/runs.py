@@ -158,7 +158,7 @@ each_short_cut = pytest.mark.parametrize(
 each_num_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
-def assert_goes_on(
+def assert_continues(
     cut: Cut,
     *,
     train: Callable[[], Any] | None = None,
@@ -183,14 +183,14 @@ def assert_goes_on(
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
 
 
-def assert_loader_goes_on(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:
+def assert_loader_continues(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:
     """Check that a fit obeys the law, with the loader that `train` returns for a number of rows.
 
     Without workers an epoch has 5 batches of 4 rows, and `cut` is translated. With workers it has 8. With only 5, two
     workers that fetch ahead would have taken all indices at each cut.
     """
     num_rows = 32 if num_workers else 20
-    assert_goes_on(cut if num_workers else SHORT_CUTS[cut], train=lambda: train(num_rows), **arguments)
+    assert_continues(cut if num_workers else SHORT_CUTS[cut], train=lambda: train(num_rows), **arguments)
 
 
 def assert_exact(

@@ -416,7 +416,7 @@ ALLOWED = {
         "trainer/bases.py": "if TYPE_CHECKING:\n    from pytorch_lightning import Callback"
     },
     "a private name in compat": {"trainer/compat.py": "trainer._results\nfrom lightning.x import _y"},
-    "a private name of one's own": {"trainer/callback.py": "self._results\ncls._made\nx.__class__"},
+    "its own private name": {"trainer/callback.py": "self._results\ncls._made\nx.__class__"},
     "a class for types and one for running": {
         "trainer/bases.py": "if TYPE_CHECKING:\n    class AnyCallback: ...\nelse:\n    class AnyCallback: ..."
     },

@@ -81,7 +81,7 @@ def test_ledger_gives_a_ratio_within_its_range(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gathering_takes_what_its_pieces_take(tmp_path: Path) -> None:
-    """Our part grows with the ranks, all pieces were timed, and a save is the sum of its own."""
+    """Our part grows with the ranks, all pieces were timed, and a save is the sum of its pieces."""
     figures = figures_of(gather.main, [], tmp_path)
     for case in figures["cases"].values():
         few, many = case["ranks"].values()
@@ -191,7 +191,7 @@ def test_samplers_are_measured_as_far_as_they_fit(tmp_path: Path) -> None:
         assert found["index_ns"] > 0
 
 
-def test_growth_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_growth_is_measured_in_its_own_process(tmp_path: Path) -> None:
     """Each run says by how many bytes its process grew, and a process that fails is an error."""
     figures = figures_of(growth.main, ["--case", "no workers"], tmp_path)
     found = figures["cases"]["no workers"]
@@ -209,7 +209,7 @@ def test_page_is_of_the_figures_beside_it() -> None:
     assert report.filled(page, figures) == page
 
 
-def test_report_is_made_anew(tmp_path: Path) -> None:
+def test_report_is_made_again(tmp_path: Path) -> None:
     """Other figures give other tables, all else on the page stays, and a plot is drawn."""
     for name in ("performance.md", "performance.json"):
         shutil.copy(benchmarks.DOCS / name, tmp_path)

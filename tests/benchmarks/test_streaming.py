@@ -54,7 +54,7 @@ def test_times_and_shards_are_those_of_a_run(data: Data, directory: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
-def test_floor_reads_the_position_that_it_is_told(directory: Path) -> None:
+def test_floor_reads_the_given_position(directory: Path) -> None:
     """Its order is one permutation, of which a later position leaves out the beginning."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 0, "shuffle": True}
     whole, rest = (

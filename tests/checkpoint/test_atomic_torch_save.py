@@ -314,7 +314,7 @@ def test_file_that_takes_no_more_is_an_error(answer):
         atomic_torch_save(CONTENT, _Refuses(answer))
 
 
-def test_class_of_ones_own_with_a_write_is_taken():
+def test_users_class_with_a_write_is_taken():
     """An object with a `write` that returns nothing, and without a descriptor, must be accepted, as by torch.save."""
 
     class _Sink:

@@ -102,7 +102,7 @@ def test_directory_that_was_never_committed_is_removed_by_the_next_process(autos
     assert _newest(autosaves) == 2
 
 
-def test_directory_of_a_failed_save_is_gone_behind_the_next(autosaves):
+def test_directory_of_a_failed_save_is_gone_after_the_next(autosaves):
     """A directory that this process has begun and not committed must not stay forever."""
     begun = _begin(autosaves, 1)
     _save(autosaves, 2)

@@ -23,7 +23,7 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_job_runs_behind_the_work(gate: threading.Event) -> None:
+def test_job_runs_in_background(gate: threading.Event) -> None:
     """`start` returns before the job is done, and `wait` afterwards; the thread is gone then."""
     writer = BackgroundWriter("writer of the test")
     done = []

@@ -337,7 +337,7 @@ def test_directory_that_was_never_ended_is_replaced(tmp_path):
 
 
 def test_user_who_empties_the_directory_can_still_commit(tmp_path):
-    """Libraries that create their checkpoint directory anew must not lose the checkpoint."""
+    """Libraries that create their checkpoint directory again must not lose the checkpoint."""
     saver = AtomicDirectory(tmp_path)
     directory = saver.prepare_checkpoint_directory()
     shutil.rmtree(directory)
@@ -507,14 +507,14 @@ def test_reader_takes_what_a_writer_commits_while_it_verifies(tmp_path, monkeypa
     save(writer, 0)
     real, looks = directory_series.verify_directory, []
 
-    def verify_and_go_on(path, **options):
+    def verify_and_continue(path, **options):
         found = real(path, **options)
         looks.append(path)
         if len(looks) == 1:
             save(writer, 1)
         return found
 
-    monkeypatch.setattr(directory_series, "verify_directory", verify_and_go_on)
+    monkeypatch.setattr(directory_series, "verify_directory", verify_and_continue)
     assert content_of(reader.latest()) == "1"
     assert recipe(str(tmp_path), reader) == "1"
     assert len(set(looks)) == 2  # the directory that is gone, and the newer one

@@ -185,7 +185,7 @@ def test_silent_rank_is_an_error_within_the_timeout(tmp_path):
     assert waited_seconds < 2.4
 
 
-def test_ranks_that_lose_each_other_are_told(tmp_path):
+def test_ranks_that_lose_each_other_are_reported(tmp_path):
     """If a rank continues to the next checkpoint while the other completes this one, both must raise an error."""
 
     def main(rank):

@@ -262,11 +262,11 @@ class CountingFile(io.BytesIO):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_long_data_is_passed_over(make: Callable[[], Any], kind: str, protocol: int) -> None:
     """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
-    data = pickle.dumps([make(), "behind"], protocol)
+    data = pickle.dumps([make(), "after"], protocol)
     file = CountingFile(data)
-    long, behind = describe_pickle(file, begin=0, num_bytes=len(data))
+    long, after = describe_pickle(file, begin=0, num_bytes=len(data))
     assert isinstance(long, LongData)
-    assert (long.kind, behind) == (kind, "behind")
+    assert (long.kind, after) == (kind, "after")
     assert 9_900_000 < long.num_bytes < 10_100_000
     assert file.num_read < 200_000
 
@@ -274,7 +274,7 @@ def test_long_data_is_passed_over(make: Callable[[], Any], kind: str, protocol: 
 def test_only_its_part_of_the_file_is_read() -> None:
     """A pickle between other bytes is read from its beginning, and not past its end."""
     data = pickle.dumps({"step": 3})
-    file = io.BytesIO(b"before" + data + b"behind")
+    file = io.BytesIO(b"before" + data + b"after")
     assert describe_pickle(file, begin=6, num_bytes=len(data)) == {"step": 3}
     with pytest.raises(UnreadablePickleError, match="ends too early"):
         describe_pickle(file, begin=6, num_bytes=len(data) - 1)

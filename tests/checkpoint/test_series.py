@@ -287,7 +287,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
     assert list(autosaves.directory.iterdir()) == [living]
 
 
-def test_set_aside_moves_everything_and_numbering_goes_on(autosaves):
+def test_set_aside_moves_everything_and_numbering_continues(autosaves):
     """After setting aside, no autosave may be left, the moved ones must be intact, and no number may be used twice."""
     first, second = _save(autosaves, 0), _save(autosaves, 1)
     _damage(second)

@@ -74,7 +74,7 @@ def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
     def save(directory: Path, number: int) -> None:
         series = AutosaveSeries(directory, keep_last=keep_last)
         job = functools.partial(series.save, content(number), epoch=0, batch=number, global_step=number)
-        _behind(job) if is_in_background else job()
+        _after(job) if is_in_background else job()
 
     def newest(directory: Path) -> str | None:
         return AutosaveSeries(directory).newest()
@@ -99,7 +99,7 @@ def _load_incremental(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _behind(job: Callable[[], Any]) -> None:
+def _after(job: Callable[[], Any]) -> None:
     """Do a job in the background writer's thread, as an asynchronous save does."""
     writer = BackgroundWriter("test")
     writer.start(job)

@@ -162,7 +162,7 @@ def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
     }
 
 
-def test_nothing_found_is_said_and_is_a_status_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+def test_nothing_found_is_said_and_has_its_own_status(tmp_path: Path, capsys: Capture) -> None:
     """A directory without checkpoints gives status 1 and says so; other files and hidden folders don't count."""
     (tmp_path / "notes.txt").write_text("")
     save(tmp_path / ".hidden" / "a.ckpt")

@@ -59,7 +59,7 @@ def test_quiet_prints_only_what_is_not_verified(tmp_path: Path, capsys: Capture)
     assert found.out.startswith(second), first
 
 
-def test_without_checksums_is_a_word_of_its_own_and_strict_refuses_it(tmp_path: Path, capsys: Capture) -> None:
+def test_without_checksums_has_its_own_word_and_strict_refuses_it(tmp_path: Path, capsys: Capture) -> None:
     """A file without checksums gives 0 and is not called verified; with --strict it gives 1, and --quiet shows it."""
     path = tmp_path / "old.ckpt"
     torch.save(foreign(), path, _use_new_zipfile_serialization=False)

@@ -98,7 +98,7 @@ def test_a_restart_from_the_beginning_is_a_problem(demo: ModuleType, reference: 
     assert problems == ["process 2 began from the beginning"]
 
 
-def test_a_kill_at_an_autosave_is_told(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
+def test_a_kill_at_an_autosave_is_reported(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
     """A kill that lost nothing would not demonstrate anything."""
     at_autosave = replace(processes[0], autosave=(1, 16))
     resume = {**processes[1].resume, "batch": 16}

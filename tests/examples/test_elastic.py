@@ -18,7 +18,7 @@ from tests.groups import run_group
 NUM_EPOCHS = 3
 
 
-def die_behind(name: str, directory: Path) -> None:
+def die_after(name: str, directory: Path) -> None:
     """Kill all ranks, by rank 0, right after it has written the autosave of that name."""
     (directory / f"{os.getpid()}.rank").touch()
     save = AutosaveSeries.save
@@ -40,7 +40,7 @@ def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> s
 
     def main(rank: int) -> None:
         if dies_behind is not None:
-            die_behind(dies_behind, directory)
+            die_after(dies_behind, directory)
         example("elastic/train.py", directory, num_epochs=NUM_EPOCHS)()
 
     codes, output = run_group(main, num_ranks=num_ranks, directory=directory)

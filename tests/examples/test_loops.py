@@ -41,7 +41,7 @@ def num_saved(directory: Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> Ended:
+def kill_after_a_save(script: Script, directory: Path, *, num_saves: int) -> Ended:
     """Kill an example once it has saved this many more times."""
     seen, before = 0, num_saved(directory)
     deadline = time.monotonic() + 60
@@ -61,7 +61,7 @@ def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_
     assert whole.exit_code == 0, whole.output
     (tmp_path / "cut").mkdir()
     for num_saves in (3, 2):
-        killed = kill_behind_a_save(Script(example(name, tmp_path / "cut")), tmp_path / "cut", num_saves=num_saves)
+        killed = kill_after_a_save(Script(example(name, tmp_path / "cut")), tmp_path / "cut", num_saves=num_saves)
         assert killed.exit_code == -signal.SIGKILL, killed.output
     last = Script(example(name, tmp_path / "cut"), seed=9).wait()
     assert "Resumed after step" in last.output
@@ -69,7 +69,7 @@ def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_
     assert "done: " in last.output.splitlines()[-1]
 
 
-def die_behind_a_save(directory: Path) -> None:
+def die_after_a_save(directory: Path) -> None:
     """Kill this process once four checkpoints exist."""
     while num_saved(directory) < 4:
         time.sleep(0.0005)
@@ -84,7 +84,7 @@ def test_the_example_with_fabric_on_two_ranks(tmp_path: Path) -> None:
         def main(rank: int) -> None:
             sys.argv = ["train.py", "2"]
             if dies:
-                threading.Thread(target=die_behind_a_save, args=(directory,), daemon=True).start()
+                threading.Thread(target=die_after_a_save, args=(directory,), daemon=True).start()
             example("fabric", directory)()
 
         codes, output = run_group(main, num_ranks=2, directory=tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.example_runs import EXAMPLES, assert_went_on, example, strike_behind_saves
+from tests.example_runs import EXAMPLES, assert_went_on, example, strike_after_saves
 from tests.processes import Script
 
 JOB = {
@@ -96,7 +96,7 @@ def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monk
 
     whole = Script(job(tmp_path / "whole")).wait()
     assert whole.exit_code == 0, whole.output
-    noticed = strike_behind_saves(Script(job(tmp_path / "cut")), tmp_path / "cut", signum=signal.SIGUSR1)
+    noticed = strike_after_saves(Script(job(tmp_path / "cut")), tmp_path / "cut", signum=signal.SIGUSR1)
     assert noticed.exit_code != 0, noticed.output
     assert (tmp_path / "bin" / "scontrol.txt").read_text().split()[:2] == ["requeue", "4711"]
     last = Script(job(tmp_path / "cut"), seed=2).wait()

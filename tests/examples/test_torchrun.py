@@ -36,7 +36,7 @@ def weights(output: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_rank_is_killed_and_all_go_on(tmp_path: Path) -> None:
+def test_one_rank_is_killed_and_all_continue(tmp_path: Path) -> None:
     """Torchrun restarts all, they resume from one autosave, and the trained weights are the uninterrupted run's."""
     expected = weights(run(tmp_path / "whole"))
     output = run(tmp_path / "killed", "--kill-rank", "0")

@@ -180,7 +180,7 @@ def test_other_programs_are_started(tmp_path: Path) -> None:
     assert run(["-c", text], tmp_path, forks=True) == run(["-c", text], tmp_path, forks=False)
 
 
-def test_goes_on_without_the_process_that_forks(tmp_path: Path) -> None:
+def test_continues_without_the_process_that_forks(tmp_path: Path) -> None:
     """If the spare process was killed, processes are started as usual."""
     text = f"""
 import os, subprocess, sys

@@ -66,7 +66,7 @@ DATA: dict[str, Callable[[], list[Any]]] = {
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle"])
 @pytest.mark.parametrize("data", DATA)
-def test_fit_that_failed_at_a_step_goes_on_there(data: str, mode: str) -> None:
+def test_fit_that_failed_at_a_step_continues_there(data: str, mode: str) -> None:
     """A fit that fails in the second of three epochs continues with the uninterrupted fit's batches and weights."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -115,7 +115,7 @@ class ManyValidated(Listed):
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("num_loaders", [1, 2, 3])
 @pytest.mark.parametrize("interval", [0.5, 1.0])  # 1.9 with 0.5: a known failure
-def test_fit_that_failed_in_validation_goes_on_there(interval: float, num_loaders: int, epoch: int) -> None:
+def test_fit_that_failed_in_validation_continues_there(interval: float, num_loaders: int, epoch: int) -> None:
     """No training batch repeats; training, validation, and the loops' counters are as without the failure."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -169,7 +169,7 @@ class SignalIn(Callback):
         ("end of validation", 0),
     ],
 )
-def test_fit_that_a_signal_stopped_goes_on(hook: str, batch: int, interval: float) -> None:
+def test_fit_that_a_signal_stopped_continues(hook: str, batch: int, interval: float) -> None:
     """A fit that a signal stops, even after an epoch's end, finishes its batch and repeats none."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -232,7 +232,7 @@ class Nested(Listed):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_loader_that_was_refused_goes_on(kind: str) -> None:
+def test_loader_that_was_refused_continues(kind: str) -> None:
     """A loader that 1.9 refused resumes like any other when killed in its second epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -246,7 +246,7 @@ def test_loader_that_was_refused_goes_on(kind: str) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])  # 1.9 with 2: a known failure
-def test_stateful_sampler_and_data_set_go_on(num_workers: int) -> None:
+def test_stateful_sampler_and_data_set_continue(num_workers: int) -> None:
     """The counters of both are right, including each worker's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -258,7 +258,7 @@ def test_stateful_sampler_and_data_set_go_on(num_workers: int) -> None:
     assert (cost.epoch, cost.batch) == (0, 3)
 
 
-def test_manual_mode_goes_on_with_two_loaders() -> None:
+def test_manual_mode_continues_with_two_loaders() -> None:
     """Each loader continues where its sampler and data set say; the failure follows the first of two validations."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

@@ -24,7 +24,17 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.runs import Cut, Fetches, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, fit_net, make_trainer
+from tests.runs import (
+    Cut,
+    Fetches,
+    Net,
+    TwoLoaders,
+    assert_continues,
+    each_cut,
+    each_num_workers,
+    fit_net,
+    make_trainer,
+)
 
 
 def batch_of(number: int) -> Tensor:
@@ -163,7 +173,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 def test_any_iterable(kind: str, cut: Cut) -> None:
     """Any iterable continues at its position and with the numbers that it draws, in training and in validation."""
     validation = Batches if "workers" in kind else KINDS[kind]
-    assert_goes_on(cut, train=KINDS[kind], validation=validation, max_epochs=3)
+    assert_continues(cut, train=KINDS[kind], validation=validation, max_epochs=3)
 
 
 @pytest.mark.slow
@@ -172,19 +182,19 @@ def test_any_iterable(kind: str, cut: Cut) -> None:
 def test_every_place(kind: str, kill: int) -> None:
     """A run continues exactly when cut after the first batch, at the last one, or at the start of an epoch."""
     train = KINDS[kind]
-    assert_goes_on(Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
+    assert_continues(Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
 
 
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 def test_first_batch_of_a_later_epoch(kind: str) -> None:
     """If the epoch has used no batch yet, the previous epoch is drawn again and compared."""
-    assert_goes_on(Cut(kill=16, every=1, goes_on_at=(2, 0)), train=KINDS[kind], max_epochs=3)
+    assert_continues(Cut(kill=16, every=1, goes_on_at=(2, 0)), train=KINDS[kind], max_epochs=3)
 
 
 @each_cut
 def test_objects_as_batches(cut: Cut) -> None:
     """Batches may be of any class."""
-    assert_goes_on(cut, train=Graphs, module=GraphNet)
+    assert_continues(cut, train=Graphs, module=GraphNet)
 
 
 def endless() -> Iterator[Tensor]:
@@ -196,7 +206,7 @@ def endless() -> Iterator[Tensor]:
 def test_endless_generator(arguments: dict[str, Any]) -> None:
     """An endless generator continues, with epochs of a limited number of batches or with a limited number of steps."""
     goes_on_at = (1, 5) if "limit_train_batches" in arguments else (0, 13)
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=goes_on_at), train=endless, **arguments)
+    assert_continues(Cut(kill=14, every=13, goes_on_at=goes_on_at), train=endless, **arguments)
 
 
 class Generates(LightningDataModule):
@@ -225,7 +235,7 @@ def test_generator_function(every_n_epochs: int, kill: int) -> None:
 @each_cut
 def test_tensors_as_loaders(cut: Cut) -> None:
     """Lightning treats a list of tensors as a list of loaders over their first dimension, and these continue, too."""
-    assert_goes_on(cut, train=lambda: [torch.arange(128.0).reshape(8, 4, 4)], module=FirstOfList)
+    assert_continues(cut, train=lambda: [torch.arange(128.0).reshape(8, 4, 4)], module=FirstOfList)
 
 
 class FirstOfList(Net):
@@ -244,7 +254,7 @@ def test_beside_another_loader(mode: Any, cut: Cut) -> None:
         long = DataLoader(NoisyDataset(), batch_size=4, shuffle=True)
         return CombinedLoader({"long": long, "short": Batches(3 if mode == "max_size_cycle" else 8)}, mode)
 
-    assert_goes_on(cut, train=train, module=TwoLoaders)
+    assert_continues(cut, train=train, module=TwoLoaders)
 
 
 @each_cut
@@ -252,7 +262,7 @@ def test_beside_another_loader(mode: Any, cut: Cut) -> None:
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 def test_steps_that_fetch(kind: str, cut: Cut) -> None:
     """A step that takes the iterator continues with the batch that it would have fetched."""
-    assert_goes_on(cut, train=KINDS[kind], module=Fetches)
+    assert_continues(cut, train=KINDS[kind], module=Fetches)
 
 
 class Kept:
@@ -279,7 +289,7 @@ class ChangesBatches(Net):
 @each_cut
 def test_batches_that_training_changes_in_place(cut: Cut) -> None:
     """The changes that training made to the loader's tensors are restored."""
-    assert_goes_on(cut, train=Kept, module=ChangesBatches, max_epochs=3)
+    assert_continues(cut, train=Kept, module=ChangesBatches, max_epochs=3)
 
 
 def test_one_loader_in_two_places() -> None:
@@ -406,7 +416,7 @@ def test_own_iter(kind: str, num_workers: int, cut: Cut) -> None:
         dataset = NoisyDataset() if kind == "reads ahead" and num_workers else data()
         return kind_of_loader(dataset, batch_size=4, shuffle=True, num_workers=num_workers)
 
-    assert_goes_on(cut, train=train, max_epochs=3)
+    assert_continues(cut, train=train, max_epochs=3)
 
 
 def test_stop_of_a_loader_that_reads_ahead() -> None:

@@ -273,10 +273,10 @@ def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> N
         callbacks = [protected(dirpath=tmp_path / name, keep_last=9, **options), Disk(0.03)]
         fit_eight([*callbacks, KillAt(7)], tmp_path / name, module=Slow(), max_epochs=1)
 
-    run(lambda: main("behind", async_save=True))
+    run(lambda: main("in background", async_save=True))
     run(lambda: main("at once"))
     found, expected = (
-        {path.name: load_file(path) for path in autosaves(tmp_path / name)} for name in ("behind", "at once")
+        {path.name: load_file(path) for path in autosaves(tmp_path / name)} for name in ("in background", "at once")
     )
     assert len(found) >= 6
     for name, checkpoint in found.items():

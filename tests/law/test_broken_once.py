@@ -145,7 +145,7 @@ class ExtraState(Net):
         return super().training_step(batch + self.num_steps, batch_idx)
 
 
-def test_extra_state_of_a_module_behind_an_exception() -> None:
+def test_extra_state_of_a_module_after_an_exception() -> None:
     """After an exception, a module's extra state is that of the capture, not that of the exception."""
     options = {**ALWAYS, "every_n_train_steps": 100}
 
@@ -216,7 +216,7 @@ class Holds(Callback):
             module.layers[0].bias += 0.01 * self.generator.random()
 
 
-def test_callback_with_a_generator_behind_another_number_of_callbacks() -> None:
+def test_callback_with_a_generator_after_another_number_of_callbacks() -> None:
     """A callback's generator keeps its name with one callback more or fewer before it."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -269,7 +269,7 @@ def test_autosaves_stay_though_another_callback_hides_the_exception(tmp_path: Pa
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: int, tmp_path: Path) -> None:
+def test_more_epochs_after_a_finished_fit_with_persistent_workers(num_workers: int, tmp_path: Path) -> None:
     """Persistent workers are part of the finished state: more epochs equal those of one long fit."""
 
     def main(name: str, max_epochs: int, kill: bool) -> None:
@@ -286,7 +286,7 @@ def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: 
     assert told(tmp_path, "grown") == told(tmp_path, "whole")
 
 
-def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path: Path) -> None:
+def test_more_steps_after_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path: Path) -> None:
     """More steps after a fit that max_steps ended inside an epoch are refused: the rest of that epoch is lost."""
 
     def main(max_steps: int, kill: bool) -> None:

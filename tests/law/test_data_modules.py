@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
 from tests.faults import RaiseIn
-from tests.hook_saves import assert_goes_on_from, save, saving_module
+from tests.hook_saves import assert_continues_from, save, saving_module
 from tests.runs import Net, fit_net, make_trainer
 
 ALWAYS = {"overhead_budget": 1.0}
@@ -74,7 +74,7 @@ def test_exception_with_a_stateful_data_module_keeps_no_capture() -> None:
 @pytest.mark.parametrize(("hook", "at"), [("training_step", 2), ("on_train_batch_start", 7)])
 def test_saved_by_the_module(hook: str, at: int) -> None:
     """A run resumes from a checkpoint that the module saves in its step, or before it."""
-    assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
+    assert_continues_from(hook, module=lambda: saving_module(hook, at))
 
 
 class Saves(Net):

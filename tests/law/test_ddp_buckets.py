@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.trainer.ranks.strategies import Buckets
-from tests.rank_runs import SECONDS, assert_ranks_go_on, for_ranks, rank_fit
+from tests.rank_runs import SECONDS, assert_ranks_continue, for_ranks, rank_fit
 from tests.runs import Cut, Net
 
 pytestmark = for_ranks
@@ -42,10 +42,10 @@ class Crossed(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **arguments: Any) -> None:
+def assert_sums_continue(cut: Cut, *, ddp: dict[str, Any] | None = None, **arguments: Any) -> None:
     """Check that three ranks with DDP's options `ddp` obey the law."""
     arguments = {"module": Crossed, "limit_val_batches": 0, "strategy": DDPStrategy(**(ddp or {})), **arguments}
-    assert_ranks_go_on(cut, num_ranks=3, **arguments)
+    assert_ranks_continue(cut, num_ranks=3, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **argument
 )
 def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
     """Gradients are summed in the uninterrupted run's order, even before DDP has rebuilt its buckets."""
-    assert_sums_go_on(cut)
+    assert_sums_continue(cut)
 
 
 @pytest.mark.slow
@@ -69,14 +69,14 @@ def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
 )
 def test_options_of_ddp(ddp: dict[str, Any]) -> None:
     """The same holds with several buckets, gradients as bucket views, a static graph, and unused parameters."""
-    assert_sums_go_on(SECOND_BATCH, ddp=ddp)
+    assert_sums_continue(SECOND_BATCH, ddp=ddp)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", [False, True])
 def test_inside_a_window(view: bool) -> None:
     """The same holds inside an accumulation window, whose gradients are put back into the buckets."""
-    assert_sums_go_on(
+    assert_sums_continue(
         Cut(kill=5, every=1, goes_on_at=(0, 3)),
         ddp={"gradient_as_bucket_view": view},
         accumulate_grad_batches=3,
@@ -88,11 +88,11 @@ def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DDP's first layout after a restart, the last bits differ: three ranks need the order."""
     monkeypatch.setattr(Buckets, "load_state_dict", lambda self, state: [])
     with pytest.raises(NotTheSame, match="the interrupted run"):
-        assert_sums_go_on(SECOND_BATCH)
+        assert_sums_continue(SECOND_BATCH)
 
 
 @pytest.mark.slow
-def test_lost_order_is_told(tmp_path: Path) -> None:
+def test_lost_order_is_reported(tmp_path: Path) -> None:
     """DDP with a static graph does not reveal the order after the first batch: the report says so."""
     fit = rank_fit(
         3, module=Crossed, limit_val_batches=0, strategy=DDPStrategy(static_graph=True), max_steps=4, max_epochs=-1
@@ -121,7 +121,7 @@ def counting_hook(state, bucket):  # DDP rejects annotations that are strings
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
-def test_hook_with_a_state_is_told(strict: bool, tmp_path: Path) -> None:
+def test_hook_with_a_state_is_reported(strict: bool, tmp_path: Path) -> None:
     """A communication hook's state is in no checkpoint: a resume is refused, or reported as not exact."""
     fit = rank_fit(2, module=Crossed, limit_val_batches=0, strategy=Compressed(), max_steps=4, max_epochs=-1)
     runs = Runs(fit, tmp_path, {"every_n_train_steps": 1, "strict": strict}, SECONDS, num_ranks=2)

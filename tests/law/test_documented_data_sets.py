@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.runs import Cut, Net, assert_goes_on, each_cut, each_num_workers, make_trainer
+from tests.runs import Cut, Net, assert_continues, each_cut, each_num_workers, make_trainer
 
 # ruff: noqa: UP037 - from here on the page's own code
 # fmt: off
@@ -108,7 +108,7 @@ def test_data_set_of_the_page(name: str, cut: Cut, num_workers: int) -> None:
         data = built(lambda: PAGE[name](num_workers))
         return DataLoader(data, batch_size=4, shuffle=name == "map-style" or None, num_workers=num_workers)
 
-    assert_goes_on(cut, train=train)
+    assert_continues(cut, train=train)
 
 
 def test_loaders_of_the_page() -> None:

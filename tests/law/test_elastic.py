@@ -189,7 +189,7 @@ class NetInShards(Net):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
-def test_shards_are_cut_anew(is_sharded: bool, request: pytest.FixtureRequest) -> None:
+def test_shards_are_cut_again(is_sharded: bool, request: pytest.FixtureRequest) -> None:
     """From two ranks of FSDP2 to one and back, an equal global batch takes the same steps; shards are in a store."""
     plan = Plan(options=PER_SAMPLE.options, length=48, max_epochs=1, make_module=NetInShards)
     two, one = (
@@ -251,7 +251,7 @@ class SummedNet(ApartNet):
 
 
 @pytest.mark.slow
-def test_what_ranks_had_apart_is_told() -> None:
+def test_what_ranks_had_apart_is_reported() -> None:
     """Buffers and callback states that differed between ranks continue as rank 0's, and the report names them."""
     plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
     done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))

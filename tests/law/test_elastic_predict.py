@@ -467,7 +467,7 @@ class OfOneRank(SequentialSampler):
 
 @pytest.mark.slow
 def test_one_rank_that_has_another_order(tmp_path: Path) -> None:
-    """If one of the ranks that start next has a sampler of its own, all start over, and count batches from 0."""
+    """If one of the ranks that start next has another sampler, all start over, and count batches from 0."""
 
     def sampler(data: Any) -> dict[str, Any]:
         return {"sampler": OfOneRank(data) if os.environ.get("WORLD_SIZE") == "3" and own_rank() == 1 else None}

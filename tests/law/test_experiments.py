@@ -149,7 +149,7 @@ class LogsParam(Callback):
         trainer.logger.log_hyperparams({"epochs": self.value})
 
 
-def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
+def test_other_parameters_of_a_restart_are_reported(tmp_path: Path) -> None:
     """A parameter that has another value at the restart keeps its first one, and the report names it."""
     options = {"every_n_train_steps": 2}
     run(lambda: fit([FaultTolerance(**options), LogsParam(2), KillAt(3)], tmp_path, mlflow))
@@ -160,7 +160,7 @@ def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
     assert only["params"]["epochs"] == "2"
 
 
-def test_run_of_mlflow_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_run_of_mlflow_that_is_gone_is_reported(tmp_path: Path) -> None:
     """If the store no longer has the run, a new one starts, and the report says so."""
 
     def emptied(directory: Path) -> Logger:
@@ -195,7 +195,7 @@ def begun(directory: Path) -> Logger:
     return logger
 
 
-def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
+def test_run_of_wandb_that_began_before_the_fit_is_reported(tmp_path: Path) -> None:
     """W&B can't rename a run that has started: both starts print advice."""
     first = run(lambda: fit([FaultTolerance(every_n_train_steps=2), KillAt(3)], tmp_path, begun))
     assert "WandbLogger does not continue in its run after a restart. Its run began before the fit" in first.output
@@ -204,14 +204,14 @@ def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
     assert len(rows(tmp_path)) == 2
 
 
-def test_offline_run_is_told(tmp_path: Path) -> None:
+def test_offline_run_is_reported(tmp_path: Path) -> None:
     """If W&B is offline, the rows of a run are unknown: each start has a part of it, and the report says so."""
     ended = interrupted(tmp_path, lambda directory: wandb(directory, offline=True))
     assert "W&B is offline" in ended.output
     assert len(rows(tmp_path)) == 1
 
 
-def test_run_of_wandb_whose_rows_cannot_be_counted_is_told(tmp_path: Path) -> None:
+def test_run_of_wandb_whose_rows_cannot_be_counted_is_reported(tmp_path: Path) -> None:
     """A version of W&B that logs in another way doesn't end the fit: the report says that rows may come twice."""
 
     def without_its_method(directory: Path) -> WandbLogger:

@@ -104,7 +104,7 @@ def litdata_in_torchs_loader(data: str, num_workers: int) -> DataLoader[Any]:
     return DataLoader(litdata_loader(data, num_workers).dataset, batch_size=4, num_workers=num_workers)
 
 
-def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
+def assert_continues(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
     """Check that a fit obeys the law, killed in the first epoch and in the second."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -116,22 +116,22 @@ def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_w
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
+def test_mosaic_continues(mosaic_data: str, num_workers: int) -> None:
     """The order and the workers' draws continue, in the first epoch and in a later one."""
-    assert_goes_on(mosaic_loader, mosaic_data, num_workers)
+    assert_continues(mosaic_loader, mosaic_data, num_workers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
+def test_litdata_continues(litdata_data: str, num_workers: int) -> None:
     """The same holds for LitData."""
-    assert_goes_on(litdata_loader, litdata_data, num_workers)
+    assert_continues(litdata_loader, litdata_data, num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_litdata_in_torchs_loader_goes_on(litdata_data: str, num_workers: int) -> None:
+def test_litdata_in_torchs_loader_continues(litdata_data: str, num_workers: int) -> None:
     """And for LitData's data set in a loader of torch."""
-    assert_goes_on(litdata_in_torchs_loader, litdata_data, num_workers)
+    assert_continues(litdata_in_torchs_loader, litdata_data, num_workers)
 
 
 class Jittered:
@@ -167,7 +167,7 @@ class PassedOn(IterableDataset[Any]):
         return iter(self.inner)
 
 
-def test_data_sets_whose_epochs_cant_be_told_are_refused(litdata_data: str) -> None:
+def test_data_sets_whose_epochs_cant_be_set_are_refused(litdata_data: str) -> None:
     """Mixtures and wrappers of streaming data sets are refused with the reason; the data sets themselves are not."""
 
     def refused() -> None:

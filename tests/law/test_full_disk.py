@@ -70,7 +70,7 @@ def report_on(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "keep_last": 1}, {**EVERY_STEP, "async_save": True}])
-def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
+def test_killed_after_a_full_disk(options: dict[str, Any]) -> None:
     """Killed when there is room again, a run resumes from a save made since, and equals the other run bit for bit."""
     [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(2, 5), KillAt(11)]], options=options)
     assert cost.exit_code == -signal.SIGKILL

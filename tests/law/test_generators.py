@@ -25,7 +25,7 @@ from tests.runs import (
     LATER_SHORT_EPOCH,
     Cut,
     Net,
-    assert_goes_on,
+    assert_continues,
     each_cut,
     each_num_workers,
     each_short_cut,
@@ -36,7 +36,9 @@ from tests.runs import (
 @each_cut
 def test_held_by_the_data_set(cut: Cut, num_workers: int) -> None:
     """Generators of each kind in a data set continue, in this process and in each worker's copy."""
-    assert_goes_on(cut, train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers))
+    assert_continues(
+        cut, train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
+    )
 
 
 def test_held_by_the_data_set_in_workers_that_live_on() -> None:
@@ -45,14 +47,14 @@ def test_held_by_the_data_set_in_workers_that_live_on() -> None:
     def loader(length: int) -> DataLoader:
         return DataLoader(HoldingDataset(length), batch_size=4, num_workers=2, persistent_workers=True)
 
-    assert_goes_on(LATER_EPOCH, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
+    assert_continues(LATER_EPOCH, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
 
 
 @each_num_workers
 @each_cut
 def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
     """Generators in a nested transform of the data set continue."""
-    assert_goes_on(
+    assert_continues(
         cut, train=lambda: DataLoader(TransformedDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
     )
 
@@ -61,7 +63,7 @@ def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
 @pytest.mark.parametrize("has_attribute", [True, False])
 def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
     """A generator that a data set creates on first use continues, though the new process does not have one yet."""
-    assert_goes_on(
+    assert_continues(
         FIRST_EPOCH,
         train=lambda: DataLoader(
             LazyDataset(has_attribute=has_attribute), batch_size=4, shuffle=True, num_workers=num_workers
@@ -82,14 +84,14 @@ def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
         sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(0))
         return DataLoader(NoisyDataset(8), batch_size=4, sampler=sampler, num_workers=num_workers)
 
-    assert_goes_on(cut, train=train, validation=validation)
+    assert_continues(cut, train=train, validation=validation)
 
 
 @each_num_workers
 @pytest.mark.parametrize("make_collate", [NoisyCollate, closed_over_collate])
 def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
     """A generator of a ``collate_fn`` continues, in an attribute or a closure."""
-    assert_goes_on(
+    assert_continues(
         LATER_EPOCH,
         train=lambda: DataLoader(
             NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=make_collate()
@@ -100,7 +102,7 @@ def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
 @each_short_cut
 def test_held_by_the_module(cut: Cut) -> None:
     """Generators of the module that its step uses continue."""
-    assert_goes_on(cut, module=HoldingNet)
+    assert_continues(cut, module=HoldingNet)
 
 
 class NoisySGD(torch.optim.SGD):
@@ -130,4 +132,4 @@ class NoisyRates(Net):
 @pytest.mark.slow
 def test_held_by_optimizer_and_scheduler() -> None:
     """Generators of an optimizer and of a scheduler's function continue."""
-    assert_goes_on(LATER_SHORT_EPOCH, module=NoisyRates)
+    assert_continues(LATER_SHORT_EPOCH, module=NoisyRates)

@@ -26,15 +26,15 @@ from tests.faults import KillWhenWritten
 from tests.gpus import needs_gpu
 from tests.modules import FrozenNet
 from tests.processes import run
-from tests.rank_runs import assert_ranks_go_on, for_ranks
+from tests.rank_runs import assert_ranks_continue, for_ranks
 from tests.runs import (
     FIRST_EPOCH,
     LATER_EPOCH,
     Cut,
     Net,
     RaiseAt,
+    assert_continues,
     assert_exact,
-    assert_goes_on,
     each_cut,
     each_short_cut,
     eight_batches,
@@ -99,15 +99,15 @@ class CapturableNet(GpuNet):
 
 @each_short_cut
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
-def test_each_precision_goes_on(precision: Any, cut: Cut) -> None:
+def test_each_precision_continues(precision: Any, cut: Cut) -> None:
     """Dropout, augmentation, and metrics on the GPU continue, and so does the gradient scale with 16 bits."""
-    assert_goes_on(cut, module=GpuNet, precision=precision, **ON_GPU)
+    assert_continues(cut, module=GpuNet, precision=precision, **ON_GPU)
 
 
 @each_cut
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # a step is skipped
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_scale_that_moves_goes_on(accumulate: int, cut: Cut) -> None:
+def test_a_scale_that_moves_continues(accumulate: int, cut: Cut) -> None:
     """A scale continues that doubles every second step until gradients overflow and steps are skipped."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -122,14 +122,14 @@ def test_a_scale_that_moves_goes_on(accumulate: int, cut: Cut) -> None:
 
 @each_short_cut
 @pytest.mark.parametrize("module", [ConvNet, CapturableNet])
-def test_each_kind_of_module_goes_on(module: Callable[[], LightningModule], cut: Cut) -> None:
+def test_each_kind_of_module_continues(module: Callable[[], LightningModule], cut: Cut) -> None:
     """Convolutions, and fused and capturable optimizers, continue."""
-    assert_goes_on(cut, module=module, deterministic=True, **ON_GPU)
+    assert_continues(cut, module=module, deterministic=True, **ON_GPU)
 
 
 @each_cut
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_page_locked_batches_go_on(num_workers: int, cut: Cut) -> None:
+def test_page_locked_batches_continue(num_workers: int, cut: Cut) -> None:
     """Batches continue that a thread copies into page-locked memory ahead of training, from persistent workers."""
 
     def loader(length: int, **more: Any) -> DataLoader[Any]:
@@ -137,12 +137,12 @@ def test_page_locked_batches_go_on(num_workers: int, cut: Cut) -> None:
         return DataLoader(NoisyDataset(length), batch_size=4, **more)
 
     train = lambda: loader(32, shuffle=True)  # noqa: E731
-    assert_goes_on(cut, train=train, validation=lambda: loader(8), module=GpuNet, **ON_GPU)
+    assert_continues(cut, train=train, validation=lambda: loader(8), module=GpuNet, **ON_GPU)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # from torch
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_module_goes_on(mode: str) -> None:
+def test_a_compiled_module_continues(mode: str) -> None:
     """A compiled module continues, although its kernels draw for dropout, with CUDA graphs or without."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -170,7 +170,7 @@ def test_stopped_by_an_exception() -> None:
 
 
 @pytest.mark.parametrize("batch", [5, 11])
-def test_written_behind_training(batch: int) -> None:
+def test_written_in_background(batch: int) -> None:
     """State that is copied off the GPU during training is that of the requested moment."""
     options = {"every_n_train_steps": 1, "async_save": True}
     more = {"train": eight_batches(), **ON_GPU}
@@ -188,7 +188,7 @@ def test_incremental_autosaves(options: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch:UserWarning")
 @pytest.mark.parametrize("kill", [9, 19])
-def test_callbacks_go_on(kill: int) -> None:
+def test_callbacks_continue(kill: int) -> None:
     """Averages on the CPU and the user's checkpoints continue."""
 
     def users() -> list[Callback]:
@@ -200,30 +200,30 @@ def test_callbacks_go_on(kill: int) -> None:
 
 
 @each_cut
-def test_ddp_over_nccl_goes_on(cut: Cut) -> None:
+def test_ddp_over_nccl_continues(cut: Cut) -> None:
     """DDP continues, with batch norm statistics that all ranks share."""
     arguments = {"strategy": "ddp", "sync_batchnorm": True, "accelerator": "gpu"}
-    assert_ranks_go_on(cut, num_ranks=torch.cuda.device_count(), **arguments)
+    assert_ranks_continue(cut, num_ranks=torch.cuda.device_count(), **arguments)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_fsdp2_on_gpus_goes_on(whole: bool) -> None:
+def test_fsdp2_on_gpus_continues(whole: bool) -> None:
     """FSDP2 continues exactly, from a directory and from one file."""
     num_ranks = torch.cuda.device_count()
     strategy = fsdp2(num_ranks, save_distributed_checkpoint=not whole)
-    assert_ranks_go_on(LATER_EPOCH, num_ranks=num_ranks, module=ShardedNet, strategy=strategy, accelerator="gpu")
+    assert_ranks_continue(LATER_EPOCH, num_ranks=num_ranks, module=ShardedNet, strategy=strategy, accelerator="gpu")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-def test_fsdp1_on_gpus_goes_on(state_dict_type: str) -> None:
+def test_fsdp1_on_gpus_continues(state_dict_type: str) -> None:
     """FSDP1 continues exactly, from a directory and from one file."""
     strategy = FSDPStrategy(state_dict_type=state_dict_type)
-    assert_ranks_go_on(FIRST_EPOCH, num_ranks=torch.cuda.device_count(), strategy=strategy, accelerator="gpu")
+    assert_ranks_continue(FIRST_EPOCH, num_ranks=torch.cuda.device_count(), strategy=strategy, accelerator="gpu")
 
 
-def test_a_run_of_a_gpu_does_not_go_on_without_one(tmp_path: Path) -> None:
+def test_a_run_of_a_gpu_does_not_continue_without_one(tmp_path: Path) -> None:
     """A GPU run is refused on a machine without one, with an error that says so, and its files stay."""
 
     def fit(*callbacks: Callback, accelerator: str = "gpu") -> None:

@@ -8,17 +8,17 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import InterruptibleDistributedGroupedBatchSampler
 from tests.data_sets import NoisyDataset
-from tests.runs import Cut, assert_goes_on, each_cut
+from tests.runs import Cut, assert_continues, each_cut
 
 GROUPS = [i % 4 for i in range(32)]
 
 
 @each_cut
-def test_grouped_batches_go_on_without_advance(cut: Cut) -> None:
+def test_grouped_batches_continue_without_advance(cut: Cut) -> None:
     """Each epoch has its own order, since Lightning sets the sampler's epoch, and a resume keeps its batches."""
 
     def train() -> DataLoader[Any]:
         sampler = InterruptibleDistributedGroupedBatchSampler(range(32), GROUPS, 4, seed=3)
         return DataLoader(NoisyDataset(), batch_sampler=sampler)
 
-    assert_goes_on(cut, train=train)
+    assert_continues(cut, train=train)

@@ -115,7 +115,7 @@ def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
     assert all(autosave.seconds > 0 and not autosave.is_in_background for autosave in fit.autosaves)
 
 
-def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path) -> None:
+def test_autosaves_in_background_are_reported_when_they_are_written(tmp_path: Path) -> None:
     """A background autosave has the time of its capture and that of its file, and a later process finds it."""
 
     class Waits(Callback):
@@ -127,8 +127,8 @@ def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path
     assert run(fit_one(tmp_path, async_save=True)).exit_code == 0
     first, second = chapter_of(tmp_path).fits
     assert [autosave.is_in_background for autosave in first.autosaves[:2]] == [False, True]
-    behind = [autosave for autosave in first.autosaves if autosave.is_in_background]
-    assert all(autosave.taken < autosave.time for autosave in behind)
+    in_background = [autosave for autosave in first.autosaves if autosave.is_in_background]
+    assert all(autosave.taken < autosave.time for autosave in in_background)
     assert second.resumed is not None
     assert os.path.basename(second.resumed.path) == first.autosaves[-1].name
     assert second.autosaves[-1].is_in_background is False
@@ -161,7 +161,7 @@ def test_validation_leaves_signs_of_life(tmp_path: Path, monkeypatch: pytest.Mon
     assert lines_of(tmp_path)[-1]["batch"] >= 4
 
 
-def test_process_that_never_reached_a_batch_is_told(tmp_path: Path) -> None:
+def test_process_that_never_reached_a_batch_is_reported(tmp_path: Path) -> None:
     """An exception or a kill before the first batch is an end without a start, in the same chapter."""
 
     class Fails(Callback):
@@ -213,7 +213,7 @@ def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
     assert chapter.done is not None
 
 
-def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> None:
+def test_exception_after_the_fit_leaves_the_chapter_open(tmp_path: Path) -> None:
     """If the script fails after its fit, the autosaves stay, and the next process continues the chapter."""
 
     def main(*, fails: bool) -> None:
@@ -245,7 +245,7 @@ def test_fit_of_nobody_is_not_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
+def test_run_in_a_store_is_reported_there(tmp_path: Path, s3: str) -> None:
     """A run below a URL that is killed, resumed, and finished has one history object, which outlives the autosaves."""
     assert run(fit_one(tmp_path, KillAt(3), dirpath=s3)).exit_code == -signal.SIGKILL
     ended = run(fit_one(tmp_path, dirpath=s3))

@@ -110,7 +110,7 @@ def validations_of(fit: FitHistory) -> list[tuple[int, int, bool]]:
     return [(run.first, run.num_batches, run.is_over) for run in fit.validations]
 
 
-def test_validation_runs_are_told(tmp_path: Path) -> None:
+def test_validation_runs_are_reported(tmp_path: Path) -> None:
     """A fit tells each of its validation runs: after which batch, how many batches, and how long."""
     struck(script(tmp_path, "fit"))
     [fit] = chapter_of(tmp_path).fits
@@ -163,7 +163,7 @@ def test_validation_that_is_repeated_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
-def test_evaluation_is_told_like_a_fit(tmp_path: Path, function: str) -> None:
+def test_evaluation_is_reported_like_a_fit(tmp_path: Path, function: str) -> None:
     """An evaluation that is stopped, killed, fails, and ends: its starts, batches, autosaves, and ends."""
     strikes = [(1, signal.SIGTERM), (3, signal.SIGKILL), (4, 0)]
     struck(script(tmp_path, function), *(Strikes(function, batch, signum) for batch, signum in strikes))

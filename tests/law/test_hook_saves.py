@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset, Stream, Unsized
-from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver, saving_module
+from tests.hook_saves import SavingCheckpoint, assert_continues_from, saver, saving_module
 from tests.modules import TwoValidations
 from tests.processes import run
 from tests.runs import Fetches, Net, TwoLoaders, eight_batches, fit_net
@@ -45,19 +45,19 @@ each_call = pytest.mark.parametrize(("hook", "at"), CALLS, ids=[f"{hook}-{at}" f
 @each_call
 def test_saved_by_a_callback(hook: str, at: int) -> None:
     """After a save in any hook of a callback, the resumed run equals the rest of the uninterrupted one."""
-    assert_goes_on_from(hook, users=lambda: [saver(hook, at)])
+    assert_continues_from(hook, users=lambda: [saver(hook, at)])
 
 
 @pytest.mark.parametrize(("hook", "at"), [call for call in CALLS if call[1] not in (0, 1)] + [CALLS[9], CALLS[13]])
 def test_saved_by_the_module(hook: str, at: int) -> None:
     """The module may save in its own hooks."""
-    assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
+    assert_continues_from(hook, module=lambda: saving_module(hook, at))
 
 
 @pytest.mark.parametrize(("hook", "at"), [("on_train_batch_end", 4), ("on_train_epoch_end", 0)])
 def test_saved_by_a_callback_that_derives_from_checkpoint(hook: str, at: int) -> None:
     """A callback that derives from ``Checkpoint``, which Lightning calls last, may save."""
-    assert_goes_on_from(hook, users=lambda: [saver(hook, at, kind=SavingCheckpoint)], enable_checkpointing=True)
+    assert_continues_from(hook, users=lambda: [saver(hook, at, kind=SavingCheckpoint)], enable_checkpointing=True)
 
 
 def two_lengths() -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_with_each_kind_of_loader_the_next_epoch_has_all_its_batches(name: str, 
     """A save after an epoch's last batch, in its middle, or after the last batch of all loses no batch."""
     train, module, num_steps = LOADERS[name]
     at = {"last of an epoch": num_steps - 1, "within an epoch": num_steps + 1, "last of all": 2 * num_steps - 1}[place]
-    assert_goes_on_from(
+    assert_continues_from(
         "on_train_batch_end",
         users=lambda: [saver("on_train_batch_end", at)],
         train=train,
@@ -120,14 +120,14 @@ INTERVALS: list[dict[str, Any]] = [
 def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, arguments: dict[str, Any]) -> None:
     """Whether a validation run was due, in progress, or finished, its results come once, and are correct."""
     epochs = {"max_epochs": 4} if "check_val_every_n_epoch" in arguments else {}
-    assert_goes_on_from(hook, users=lambda: [saver(hook, at)], train=eight_batches, **arguments, **epochs)
+    assert_continues_from(hook, users=lambda: [saver(hook, at)], train=eight_batches, **arguments, **epochs)
 
 
 @pytest.mark.filterwarnings("ignore:Your .val_dataloader.*shuffling")
 @pytest.mark.parametrize(("hook", "at"), [("on_validation_batch_end", 2), ("on_validation_end", 1)])
 def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
     """After a save inside or after the second loader, every validation batch comes once, in order."""
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [saver(hook, at)],
         module=TwoValidations,
@@ -141,7 +141,7 @@ def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
 @pytest.mark.parametrize("at", [3, 6])
 def test_last_step_of_all_by_max_steps(at: int) -> None:
     """After the very last step, the rest of the epoch's end still runs: its validation and its logged means."""
-    assert_goes_on_from(
+    assert_continues_from(
         "on_train_batch_end", users=lambda: [saver("on_train_batch_end", at)], max_steps=at + 1, val_check_interval=2
     )
 
@@ -160,7 +160,7 @@ class Plateau(Net):
 )
 def test_plateau_schedulers_step_once(hook: str, at: int) -> None:
     """A scheduler that is due at the end of the epoch steps once."""
-    assert_goes_on_from(hook, users=lambda: [saver(hook, at)], module=Plateau, max_epochs=4)
+    assert_continues_from(hook, users=lambda: [saver(hook, at)], module=Plateau, max_epochs=4)
 
 
 # Lightning's ModelCheckpoint: its file can be resumed from.
@@ -209,7 +209,7 @@ class Teacher(Net):
         self.teacher += next(self.parameters()).sum().detach()
 
 
-def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> None:
+def test_hooks_after_the_saving_one_are_named_and_refused(tmp_path: Path) -> None:
     """A teacher that the module updates after the save would stay a step behind: saving warns, and a resume fails."""
 
     def main(name: str, callbacks: list[Callback], path: Path | None = None) -> None:
@@ -244,7 +244,7 @@ def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> Non
     assert newest.exists()
 
 
-def test_save_behind_the_optimizer_step_is_refused(tmp_path: Path) -> None:
+def test_save_after_the_optimizer_step_is_refused(tmp_path: Path) -> None:
     """A save between the optimizer step and the end of the batch is reported, and a resume from it is refused."""
 
     class Saves(Net):

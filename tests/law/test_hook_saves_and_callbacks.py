@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 
 from tests.callbacks import Unfreezing, swa
-from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver
+from tests.hook_saves import SavingCheckpoint, assert_continues_from, saver
 from tests.modules import Backbone, NormNet, PlainNet
 from tests.runs import Net
 
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Users, type[LightningModule], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "after"])
 @pytest.mark.parametrize(
     ("name", "hook", "at"),
     [
@@ -60,13 +60,13 @@ def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
     """A callback's hook takes effect once, whether the save comes before it or after it."""
     users, module, arguments = CASES[name]
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
-    assert_goes_on_from(hook, users=both, module=module, **arguments)
+    assert_continues_from(hook, users=both, module=module, **arguments)
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_schedulers_step_behind_a_save_at_the_end_of_an_epoch(at: int) -> None:
+def test_schedulers_step_after_a_save_at_the_end_of_an_epoch(at: int) -> None:
     """A scheduler that steps once an epoch does so after the save, as in Lightning, and only once."""
-    assert_goes_on_from(
+    assert_continues_from(
         "on_train_epoch_end",
         users=lambda: [saver("on_train_epoch_end", at, kind=SavingCheckpoint)],
         module=PlainNet,

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import noise
-from tests.runs import LATER_EPOCH, Cut, assert_goes_on, assert_loader_goes_on, each_cut, each_num_workers, fit_net
+from tests.runs import LATER_EPOCH, Cut, assert_continues, assert_loader_continues, each_cut, each_num_workers, fit_net
 
 # torchdata 0.11 calls functions that torch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -97,7 +97,7 @@ def test_map_style(name: str, num_workers: int, tmp_path: Path) -> None:
         data: Any = MAPS[name](num_rows, tmp_path)
         return DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=stacked)
 
-    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
+    assert_loader_continues(LATER_EPOCH, num_workers, train=train)
 
 
 STREAMS: dict[str, Callable[[int], datasets.IterableDataset]] = {
@@ -122,14 +122,14 @@ def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **argumen
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name: str, cut: Cut, num_workers: int) -> None:
     """A stream continues with the next row and the contents of its shuffle buffer."""
-    assert_loader_goes_on(cut, num_workers, train=stream_loader(name, num_workers))
+    assert_loader_continues(cut, num_workers, train=stream_loader(name, num_workers))
 
 
 @each_num_workers
 def test_stream_in_a_stateful_dataloader(num_workers: int) -> None:
     """A stream's state, from which torchdata would continue, lacks the buffer; so the stream is replayed there, too."""
     train = stream_loader("generator, shuffled", num_workers, StatefulDataLoader)
-    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
+    assert_loader_continues(LATER_EPOCH, num_workers, train=train)
 
 
 class TellsEpoch(Callback):
@@ -146,7 +146,7 @@ def test_stream_that_is_told_its_epoch(num_workers: int) -> None:
     users = lambda: [TellsEpoch()]  # noqa: E731 - a list of new callbacks for each run
     num_rows = 32 if num_workers else 20
     cut = Cut(kill=22, every=21, goes_on_at=(2, 5)) if num_workers else Cut(kill=14, every=13, goes_on_at=(2, 3))
-    assert_goes_on(cut, train=lambda: train(num_rows), users=users, max_epochs=3)
+    assert_continues(cut, train=lambda: train(num_rows), users=users, max_epochs=3)
 
 
 class Wrapped(IterableDataset[Any]):
@@ -170,7 +170,7 @@ class Wrapped(IterableDataset[Any]):
 @each_num_workers
 def test_stream_inside_a_data_set_of_the_users(num_workers: int) -> None:
     """State that a wrapper passes on is not trusted either: it lacks the shuffle buffer."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         LATER_EPOCH,
         num_workers,
         train=lambda num_rows: DataLoader(Wrapped(num_rows), 4, num_workers=num_workers, collate_fn=stacked),
@@ -209,7 +209,7 @@ def test_buffer_shuffled_without_a_seed(num_workers: int) -> None:
         shuffled = stream.shuffle(buffer_size=6, generator=drawn())
         return DataLoader(shuffled, batch_size=4, num_workers=num_workers, collate_fn=stacked)
 
-    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
+    assert_loader_continues(LATER_EPOCH, num_workers, train=train)
 
 
 @each_num_workers

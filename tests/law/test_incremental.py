@@ -44,7 +44,7 @@ def fit(callbacks: list[Callback], directory: Path, **arguments: Any) -> Any:
 
 def fit_blindly(callbacks: list[Callback], directory: Path) -> Any:
     """Fit the same, but take every tensor for unchanged."""
-    increments.is_equal = lambda *_: True  # type: ignore[attr-defined,assignment]  # in a process of its own
+    increments.is_equal = lambda *_: True  # type: ignore[attr-defined,assignment]  # in its own process
     return fit(callbacks, directory)
 
 

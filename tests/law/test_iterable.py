@@ -18,7 +18,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import share_a_state
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.data_sets import NoisyCollate, SizedStream, StatefulStream, Stream, UnevenStream, secret_count
-from tests.runs import Cut, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.runs import Cut, assert_continues, each_cut, each_num_workers, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 
@@ -99,7 +99,7 @@ def loader(stream: Callable[[], Stream], num_workers: int, **arguments: Any) -> 
 @pytest.mark.parametrize("stream", [Stream, SizedStream, StatefulStream, StreamOfStatefulIterators])
 def test_iterable(stream: Callable[[], Stream], cut: Cut, num_workers: int) -> None:
     """An iterable data set continues with the next sample, its shuffle buffer, and its draws."""
-    assert_goes_on(cut, train=loader(stream, num_workers))
+    assert_continues(cut, train=loader(stream, num_workers))
 
 
 @each_num_workers
@@ -107,7 +107,7 @@ def test_sampler_protocol(num_workers: int) -> None:
     """A data set that exposes its sampler and its iterator continues in its order."""
     num_batches = 4 * max(1, num_workers)
     cut = Cut(kill=num_batches + 3, every=num_batches + 2, goes_on_at=(1, 2))
-    assert_goes_on(cut, train=loader(SamplerStream, num_workers))
+    assert_continues(cut, train=loader(SamplerStream, num_workers))
 
 
 # The first worker has 2 batches, the second 7: they come in the order 0 1 0 1 1 1 1 1 1.
@@ -116,7 +116,7 @@ def test_sampler_protocol(num_workers: int) -> None:
 def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, int], persistent_workers: bool) -> None:
     """If one worker runs out before the other, the batches keep their turns."""
     train = loader(UnevenStream, 2, persistent_workers=persistent_workers)
-    assert_goes_on(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
+    assert_continues(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
 
 
 @pytest.mark.parametrize("arguments", [{"drop_last": True}, {"batch_size": None}], ids=["drop-last", "no-batching"])
@@ -126,14 +126,14 @@ def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
     if "batch_size" in arguments:
         arguments = {**arguments, "collate_fn": lambda sample: sample.expand(4, 4) + torch.randn(4, 4)}
     train = loader(UnevenStream, num_workers, **arguments)
-    assert_goes_on(Cut(kill=6, every=1, goes_on_at=(0, 6)), train=train, max_epochs=1)
+    assert_continues(Cut(kill=6, every=1, goes_on_at=(0, 6)), train=train, max_epochs=1)
 
 
 @each_num_workers
 def test_limited_epochs(num_workers: int) -> None:
     """With ``limit_train_batches`` each epoch starts over, and continues where it was cut."""
     train = loader(Stream, num_workers, collate_fn=NoisyCollate(), persistent_workers=num_workers > 0)
-    assert_goes_on(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
+    assert_continues(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
 
 
 @each_num_workers
@@ -163,7 +163,7 @@ def test_count_of_iterations(num_workers: int, kill: int) -> None:
 
 
 @each_num_workers
-def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: Path) -> None:
+def test_replay_that_differs_continues_if_not_strict(num_workers: int, tmp_path: Path) -> None:
     """With ``strict=False`` the run continues with other samples, and the report says so once, for workers too."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:

@@ -37,7 +37,7 @@ def test_each_multiple_is_kept_after_the_end(tmp_path: Path, options: dict[str, 
     assert again.exit_code == 0, again.output
 
 
-def test_the_multiples_go_on_after_a_kill(tmp_path: Path) -> None:
+def test_the_multiples_continue_after_a_kill(tmp_path: Path) -> None:
     """They are counted from the beginning of the run, not from the start of a process."""
 
     def main(*faults: Callback) -> None:

@@ -58,7 +58,7 @@ def forked(directory: Path, **arguments: Any) -> Ended:
 
 
 @pytest.mark.slow
-def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
+def test_forked_ranks_continue(whole: Path, directory: Path) -> None:
     """Under ddp_fork a rank is killed in the second fit, which then continues exactly; nothing is left behind."""
     assert forked(directory, kill_fit=1, num_fits=2).exit_code == 1
     assert_same(whole, directory, fit=0, num_processes=1)
@@ -115,7 +115,7 @@ def command(directory: Path, *, launcher: Sequence[str] = (), forks: bool = Fals
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # each process of a command imports everything
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -> None:
+def test_ranks_of_a_command_continue(strategy: str, whole: Path, directory: Path) -> None:
     """The same holds under ``python train.py``, whose ranks Lightning starts as commands, or spawns.
 
     Of ``ddp``, only the start that resumes is a real one.

@@ -38,7 +38,7 @@ def assert_joins(
     *faults: Any,
     train: Callable[[], Any] | None = None,
     module: Callable[[], LightningModule] = Net,
-    behind: Callable[[], list[Callback]] = list,
+    after: Callable[[], list[Callback]] = list,
     every: int = 1,
     **arguments: Any,
 ) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def assert_joins(
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         own = {name: value() if callable(value) else value for name, value in arguments.items()}
-        return fit_net([*callbacks, *behind()], directory, train=train and train(), module=module(), **own)
+        return fit_net([*callbacks, *after()], directory, train=train and train(), module=module(), **own)
 
     assert_resumes_exactly(fit, faults, options={"every_n_train_steps": every, "ledger": path})
     return assert_same_ledgers(path)
@@ -119,7 +119,7 @@ def test_stopped_in_a_validation_run(tmp_path: Path) -> None:
         KillAt(3, signum=signal.SIGTERM, hook="validation"),
         KillAt(7, hook="end"),
         train=eight_batches,
-        behind=lambda: [LearningRateMonitor("step"), LogsAtTheStart()],
+        after=lambda: [LearningRateMonitor("step"), LogsAtTheStart()],
         logger=lambda: CSVLogger(tmp_path / "logs"),
         val_check_interval=4,
     )
@@ -163,7 +163,7 @@ class Ask(Callback):
         pytest.param("step", Manual, marks=pytest.mark.slow),
     ],
 )
-def test_goes_on_behind_a_fault_of_a_drill(hook: str, module: type[Net], tmp_path: Path) -> None:
+def test_continues_after_a_fault_of_a_drill(hook: str, module: type[Net], tmp_path: Path) -> None:
     """A run that raises the exception, and is run again without it, equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

@@ -75,7 +75,7 @@ class Acoustic(LightningModule):
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", ["simple", "dynamic", "bucketing"])
-def test_goes_on(name: str, num_workers: int, place: Place) -> None:
+def test_continues(name: str, num_workers: int, place: Place) -> None:
     """Killed in any epoch, with batches in flight or without, the run equals the uninterrupted one."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

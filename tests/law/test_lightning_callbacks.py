@@ -64,7 +64,7 @@ def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) 
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
 
 
-def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:
+def test_exception_after_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:
     """A capture that has other groups by then is not a failed save: the last autosave stays, and the log says so."""
 
     def main() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import HoldingDataset, NoisyDataset, Stream
-from tests.runs import SHORT_CUTS, Cut, Net, assert_goes_on, each_cut, each_num_workers, eight_batches, make_trainer
+from tests.runs import SHORT_CUTS, Cut, Net, assert_continues, each_cut, each_num_workers, eight_batches, make_trainer
 
 # Lightning's advice about things that these runs do on purpose.
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-# With workers an epoch has 8 batches, without them 5, as in `tests.runs.assert_loader_goes_on`.
+# With workers an epoch has 8 batches, without them 5, as in `tests.runs.assert_loader_continues`.
 
 
 def num_batches(num_workers: int) -> int:
@@ -119,14 +119,14 @@ def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("epoch", "batch"), [MIDDLE, LAST, FIRST])
-def test_loaders_asked_for_anew(epoch: int, batch: int, every: int, num_workers: int) -> None:
+def test_loaders_requested_again(epoch: int, batch: int, every: int, num_workers: int) -> None:
     """With ``reload_dataloaders_every_n_epochs`` loaders are requested in the same epochs."""
     cut = cut_at(epoch, batch, num_workers)
     hold(lambda: Counts(num_workers), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_kept_loader_asked_for_anew(every: int) -> None:
+def test_kept_loader_requested_again(every: int) -> None:
     """A loader that is returned again continues with its workers."""
     cut = Cut(kill=20, every=1, goes_on_at=(2, 4))
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
@@ -168,7 +168,7 @@ def test_limited_training_batches(name: str, epoch: int, batch: int, num_workers
     """The last batch of an epoch ends it, and the next epochs have all their batches."""
     make, limit = LIMITS[name]
     cut = cut_at(epoch, batch, num_workers)
-    assert_goes_on(cut, train=make(num_workers), limit_train_batches=limit(num_workers), max_epochs=3)
+    assert_continues(cut, train=make(num_workers), limit_train_batches=limit(num_workers), max_epochs=3)
 
 
 @each_num_workers
@@ -178,7 +178,7 @@ def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) ->
     """A validation run over a part of its loader stays limited to that part, and its workers continue."""
     validation = shuffled(num_workers, 16, persistent_workers=num_workers > 0)
     limits = {"limit_val_batches": limit, "val_check_interval": 4}
-    assert_goes_on(cut, train=eight_batches, validation=validation, **limits)
+    assert_continues(cut, train=eight_batches, validation=validation, **limits)
 
 
 @each_num_workers
@@ -189,4 +189,4 @@ def test_overfit_batches(epoch: int, batch: int, kind: type[float], num_workers:
     cut = cut_at(epoch, batch, num_workers)
     overfit = num_batches(num_workers) if kind is int else 0.5
     validation = shuffled(num_workers, 16)
-    assert_goes_on(cut, train=shuffled(num_workers), validation=validation, overfit_batches=overfit, max_epochs=3)
+    assert_continues(cut, train=shuffled(num_workers), validation=validation, overfit_batches=overfit, max_epochs=3)

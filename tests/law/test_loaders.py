@@ -22,7 +22,15 @@ from tests.data_sets import (
     UnpackingLoader,
     drawing_worker_init,
 )
-from tests.runs import Cut, assert_goes_on, assert_loader_goes_on, each_cut, each_num_workers, each_short_cut, fit_net
+from tests.runs import (
+    Cut,
+    assert_continues,
+    assert_loader_continues,
+    each_cut,
+    each_num_workers,
+    each_short_cut,
+    fit_net,
+)
 
 # Lightning advises against shuffled validation; its randomness still has to continue.
 pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
@@ -35,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler 
 @each_cut
 def test_shuffled(cut: Cut, num_workers: int) -> None:
     """A shuffled loader resumes in the order of its epoch, and its validation loader draws as if uninterrupted."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(NoisyDataset(num_rows), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -47,7 +55,7 @@ def test_shuffled(cut: Cut, num_workers: int) -> None:
 @each_cut
 def test_sequential(cut: Cut, num_workers: int) -> None:
     """A sequential loader continues with the next batch, and so do its augmentations."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(NoisyDataset(num_rows - 1), batch_size=4, num_workers=num_workers),
@@ -63,14 +71,14 @@ def test_own_generator(cut: Cut, num_workers: int) -> None:
         data, generator = NoisyDataset(num_rows), torch.Generator().manual_seed(0)
         return DataLoader(data, batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=train, max_epochs=3)
+    assert_loader_continues(cut, num_workers, train=train, max_epochs=3)
 
 
 @each_num_workers
 @each_cut
 def test_drop_last(cut: Cut, num_workers: int) -> None:
     """With ``drop_last`` the incomplete batch is dropped, whether or not the run was cut."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(
@@ -88,14 +96,14 @@ def test_weighted_random_sampler(cut: Cut, num_workers: int) -> None:
         sampler = WeightedRandomSampler(torch.arange(1.0, num_rows + 1).tolist(), num_rows)
         return DataLoader(NoisyDataset(num_rows), batch_size=4, sampler=sampler, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=train)
+    assert_loader_continues(cut, num_workers, train=train)
 
 
 @each_num_workers
 @each_cut
 def test_own_batch_sampler(cut: Cut, num_workers: int) -> None:
     """A user's batch sampler continues with its own batches."""
-    assert_goes_on(
+    assert_continues(
         cut, train=lambda: DataLoader(NoisyDataset(), batch_sampler=RaggedBatches(), num_workers=num_workers)
     )
 
@@ -104,7 +112,7 @@ def test_own_batch_sampler(cut: Cut, num_workers: int) -> None:
 @each_cut
 def test_sampler_that_shuffles_with_python(cut: Cut, num_workers: int) -> None:
     """A sampler that shuffles with Python's ``random`` continues in its order."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(
@@ -117,7 +125,7 @@ def test_sampler_that_shuffles_with_python(cut: Cut, num_workers: int) -> None:
 @each_cut
 def test_sampler_that_draws_at_every_index(cut: Cut, num_workers: int) -> None:
     """A sampler that draws from the global generator at every index continues exactly, with dropout in between."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(
@@ -136,7 +144,7 @@ def test_without_batching(cut: Cut, num_workers: int) -> None:
         data.rows = data.rows[: num_rows // 4]  # each is a batch
         return DataLoader(data, batch_size=None, shuffle=True, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=train)
+    assert_loader_continues(cut, num_workers, train=train)
 
 
 @each_short_cut
@@ -151,7 +159,7 @@ def test_indices_in_batches_without_batching(cut: Cut) -> None:
         sampler = BatchSampler(RandomSampler(range(20)), 4, drop_last=False)
         return DataLoader(Rows(20), batch_size=None, sampler=sampler)
 
-    assert_goes_on(cut, train=train)
+    assert_continues(cut, train=train)
 
 
 # The workers.
@@ -166,7 +174,7 @@ def test_persistent_workers(cut: Cut, is_shuffled: bool) -> None:
         data = NoisyDataset(length)
         return DataLoader(data, batch_size=4, shuffle=is_shuffled, num_workers=2, persistent_workers=True)
 
-    assert_goes_on(cut, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
+    assert_continues(cut, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
 
 
 @pytest.mark.slow
@@ -189,7 +197,7 @@ def test_persistent_workers_interrupted_twice() -> None:
 @each_cut
 def test_persistent_workers_with_fewer_batches_than_the_loader_has(cut: Cut) -> None:
     """If ``limit_train_batches`` ends an epoch early, persistent workers that have fetched more still continue."""
-    assert_goes_on(
+    assert_continues(
         cut,
         train=lambda: DataLoader(
             NoisyDataset(56), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=3
@@ -203,7 +211,7 @@ def test_persistent_workers_with_fewer_batches_than_the_loader_has(cut: Cut) -> 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_prefetching_far_ahead(cut: Cut, num_workers: int) -> None:
     """With ``prefetch_factor=5`` the workers are past the cut already, and fetch the unused batches again."""
-    assert_goes_on(
+    assert_continues(
         cut,
         train=lambda: DataLoader(
             NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers, prefetch_factor=5
@@ -215,7 +223,7 @@ def test_prefetching_far_ahead(cut: Cut, num_workers: int) -> None:
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_three_workers_killed_before_each_has_delivered(batch: int, is_persistent: bool) -> None:
     """A run that is killed before each of its workers has delivered a batch of the epoch continues exactly."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)),
         train=lambda: DataLoader(
             NoisyDataset(), batch_size=4, shuffle=True, num_workers=3, persistent_workers=is_persistent
@@ -244,14 +252,14 @@ def test_workers_seeded_by_lightning(cut: Cut) -> None:
         os.environ["PL_SEED_WORKERS"] = "1"
         return DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2)
 
-    assert_goes_on(cut, train=train)
+    assert_continues(cut, train=train)
 
 
 @each_cut
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_functions_of_the_users_that_draw(cut: Cut, is_persistent: bool) -> None:
     """A ``worker_init_fn`` and a ``collate_fn`` that draw are called as often, and draw the same."""
-    assert_goes_on(
+    assert_continues(
         cut,
         train=lambda: DataLoader(
             NoisyDataset(),
@@ -270,7 +278,7 @@ def test_functions_of_the_users_that_draw(cut: Cut, is_persistent: bool) -> None
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_start_methods(cut: Cut, context: str) -> None:
     """Workers that are not forked get their states, too."""
-    assert_goes_on(
+    assert_continues(
         cut,
         train=lambda: DataLoader(
             NoisyDataset(),
@@ -292,7 +300,7 @@ def test_start_methods(cut: Cut, context: str) -> None:
 @pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
 def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataLoader]) -> None:
     """A subclass whose ``__iter__`` unpacks batches, and draws, continues exactly."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: kind(NoisyDataset(num_rows), batch_size=4, shuffle=True, num_workers=num_workers),
@@ -303,7 +311,7 @@ def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataL
 @pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
 def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader], is_persistent: bool) -> None:
     """If the run is killed after a generator ``__iter__`` is called but before it starts, the next epoch is right."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=8, every=1, goes_on_at=(1, 0)),
         train=lambda: kind(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent),
     )
@@ -319,7 +327,7 @@ def test_random_split(cut: Cut, num_workers: int) -> None:
         parts = random_split(NoisyDataset(num_rows + 8), [num_rows, 8], generator=torch.Generator().manual_seed(0))
         return DataLoader(parts[i], batch_size=4, shuffle=i == 0, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=lambda _: part(0), validation=lambda: part(1))
+    assert_loader_continues(cut, num_workers, train=lambda _: part(0), validation=lambda: part(1))
 
 
 @each_num_workers
@@ -331,14 +339,14 @@ def test_concatenated(cut: Cut, num_workers: int) -> None:
         data = ConcatDataset([NoisyDataset(num_rows - 12), NoisyDataset(12)])
         return DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=train)
+    assert_loader_continues(cut, num_workers, train=train)
 
 
 @each_num_workers
 @each_cut
 def test_samples_fetched_all_at_once(cut: Cut, num_workers: int) -> None:
     """A data set with ``__getitems__`` still fetches whole batches, and continues."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(

@@ -41,7 +41,7 @@ CSV: dict[str, Loggers] = {
 
 @pytest.mark.parametrize("kills", [[3], [8], [4, 2, 1]], ids=str)
 @pytest.mark.parametrize("loggers", CSV)
-def test_csv_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
+def test_csv_continues(loggers: str, kills: list[int], tmp_path: Path) -> None:
     """There is one version, and each of its files equals the uninterrupted run's, byte for byte."""
     if kills != [4, 2, 1] and loggers not in ("default", "version"):
         kills = kills[:1]
@@ -82,7 +82,7 @@ TENSORBOARD: dict[str, Loggers] = {
 
 @pytest.mark.parametrize("kills", [[3], [8, 1]], ids=str)
 @pytest.mark.parametrize("loggers", TENSORBOARD)
-def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
+def test_tensorboard_continues(loggers: str, kills: list[int], tmp_path: Path) -> None:
     """There is one version, and TensorBoard shows the same as for the uninterrupted run."""
     runs = run_whole_and_killed(
         lambda *args: fit_logging(*args, TENSORBOARD[loggers]), tmp_path, kills, every_n_train_steps=2
@@ -115,7 +115,7 @@ def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
     assert [event.step for event in accumulator.Histograms("mark")] == list(range(1, 11))
 
 
-def test_several_loggers_go_on(tmp_path: Path) -> None:
+def test_several_loggers_continue(tmp_path: Path) -> None:
     """Each of several loggers, some of one class, continues in its own version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -193,7 +193,7 @@ def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("gone", ["metrics.csv", ""])
-def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
+def test_deleted_files_are_reported(gone: str, tmp_path: Path) -> None:
     """Deleted rows are not invented: the run continues, and the report says what is missing."""
     options = {"every_n_train_steps": 1}
     run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, CSV["default"]))

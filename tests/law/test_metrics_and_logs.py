@@ -26,7 +26,7 @@ from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker,
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.processes import run
 from tests.runs import Net, RaiseAt, assert_exact, eight_batches, fit_net
 
@@ -234,9 +234,9 @@ def test_logging_under_accumulation() -> None:
 @pytest.mark.parametrize(
     ("hook", "at"), [("on_validation_end", 2), pytest.param("on_train_epoch_end", 0, marks=pytest.mark.slow)]
 )
-def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
+def test_every_metric_after_a_save_in_a_hook(hook: str, at: int) -> None:
     """A checkpoint that other code saves in a hook contains the metrics, too."""
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [LogsToo(), saver(hook, at)],
         module=EveryMetric,
@@ -248,7 +248,7 @@ def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("hook", ["on_validation_end", pytest.param("on_train_epoch_start", marks=pytest.mark.slow)])
-def test_metrics_behind_an_exception(hook: str) -> None:
+def test_metrics_after_an_exception(hook: str) -> None:
     """A capture that is saved after an exception has the metrics and logged values of its moment."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

@@ -21,8 +21,8 @@ from tests.runs import (
     Cut,
     Net,
     RaiseAt,
+    assert_continues,
     assert_exact,
-    assert_goes_on,
     each_short_cut,
     eight_batches,
     fit_eight,
@@ -33,7 +33,7 @@ from tests.runs import (
 @each_short_cut
 def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
     """Dropout masks, running statistics, moments, and learning rates continue."""
-    assert_goes_on(cut)
+    assert_continues(cut)
 
 
 # Accumulation and manual optimization.
@@ -99,7 +99,7 @@ def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
 @each_short_cut
 def test_metrics(cut: Cut) -> None:
     """At the end of the epoch, metrics cover the batches before and after the cut."""
-    assert_goes_on(cut, module=MetricNet)
+    assert_continues(cut, module=MetricNet)
 
 
 class LoggingNet(Net):
@@ -125,13 +125,13 @@ class LoggingNet(Net):
 @each_short_cut
 def test_logging(cut: Cut) -> None:
     """Sums, means, and extremes over the epoch cover the whole epoch."""
-    assert_goes_on(cut, module=LoggingNet)
+    assert_continues(cut, module=LoggingNet)
 
 
 @each_short_cut
 def test_logging_at_every_third_step(cut: Cut) -> None:
     """Loggers get values at the same steps as in the uninterrupted run."""
-    assert_goes_on(cut, module=LoggingNet, log_every_n_steps=3)
+    assert_continues(cut, module=LoggingNet, log_every_n_steps=3)
 
 
 # Validation.
@@ -150,7 +150,7 @@ def test_logging_at_every_third_step(cut: Cut) -> None:
 )
 def test_two_validation_loaders_twice_an_epoch(kill: int, goes_on_at: tuple[int, int]) -> None:
     """With validation in the middle of the epoch, each validation runs once on each of its two loaders."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=kill, every=1, goes_on_at=goes_on_at),
         train=eight_batches,
         validation=lambda: [
@@ -175,7 +175,7 @@ def test_killed_in_validation(kill: int) -> None:
 
 def test_validation_every_second_epoch_and_none_at_the_start() -> None:
     """Epochs without validation, and no sanity check, change nothing."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=7, every=1, goes_on_at=(1, 2)),
         check_val_every_n_epoch=2,
         num_sanity_val_steps=0,
@@ -189,7 +189,7 @@ def test_validation_every_second_epoch_and_none_at_the_start() -> None:
 @each_short_cut
 def test_buffers_outside_the_state_dict(cut: Cut) -> None:
     """A buffer that is not persistent continues."""
-    assert_goes_on(cut, module=BufferNet)
+    assert_continues(cut, module=BufferNet)
 
 
 class TableNet(Net):
@@ -210,7 +210,7 @@ class TableNet(Net):
 @pytest.mark.slow
 def test_buffers_that_training_makes_and_grows() -> None:
     """Buffers outside the ``state_dict`` continue even if the new process lacks them or has another shape."""
-    assert_goes_on(FIRST_EPOCH, module=TableNet)
+    assert_continues(FIRST_EPOCH, module=TableNet)
 
 
 class QueueNet(Net):
@@ -236,7 +236,7 @@ def test_buffers_of_the_state_dict_that_training_makes_and_grows(fault: Callback
 @each_short_cut
 def test_frozen_parameters_and_modules_in_evaluation_mode(cut: Cut) -> None:
     """Parameters that training froze and modules that it switched to evaluation mode stay so."""
-    assert_goes_on(cut, module=FreezingNet)
+    assert_continues(cut, module=FreezingNet)
 
 
 class Counter(Callback):
@@ -260,7 +260,7 @@ class Counter(Callback):
 @each_short_cut
 def test_callback_with_a_state(cut: Cut) -> None:
     """A callback with a ``state_dict`` continues from it."""
-    assert_goes_on(cut, users=lambda: [Counter()])
+    assert_continues(cut, users=lambda: [Counter()])
 
 
 class EpochSchedulerNet(Net):
@@ -272,7 +272,7 @@ class EpochSchedulerNet(Net):
 @each_short_cut
 def test_scheduler_per_epoch(cut: Cut) -> None:
     """A scheduler that steps once an epoch still does."""
-    assert_goes_on(cut, module=EpochSchedulerNet, max_epochs=3)
+    assert_continues(cut, module=EpochSchedulerNet, max_epochs=3)
 
 
 class PlateauNet(Net):
@@ -285,13 +285,13 @@ class PlateauNet(Net):
 @each_short_cut
 def test_scheduler_on_a_plateau(cut: Cut) -> None:
     """A scheduler that depends on a validation result steps as often, on the same values."""
-    assert_goes_on(cut, module=PlateauNet, max_epochs=3)
+    assert_continues(cut, module=PlateauNet, max_epochs=3)
 
 
 @pytest.mark.parametrize("kill", [4, 6])
 def test_stop_that_waits_for_min_epochs(kill: int) -> None:
     """A stop that was requested before the cut and waits for ``min_epochs`` ends the run at the same place."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill, 5)),
         users=lambda: [StopsAt()],
         min_epochs=2,
@@ -302,7 +302,7 @@ def test_stop_that_waits_for_min_epochs(kill: int) -> None:
 @each_short_cut
 def test_early_stopping(cut: Cut) -> None:
     """EarlyStopping, waiting for ``min_epochs``, ends the run after the same epoch."""
-    assert_goes_on(
+    assert_continues(
         cut,
         users=lambda: [EarlyStopping("val_loss", patience=1, min_delta=100.0)],
         min_epochs=3,

@@ -95,7 +95,7 @@ SAVINGS = {
 
 
 @pytest.mark.parametrize("saving", SAVINGS)
-def test_model_checkpoint_goes_on(saving: str, tmp_path: Path) -> None:
+def test_model_checkpoint_continues(saving: str, tmp_path: Path) -> None:
     """Killed after a save and killed again, the run has the uninterrupted run's files and attributes."""
     case = SAVINGS[saving]
 
@@ -155,7 +155,7 @@ class OwnState(ModelCheckpoint):
 
 
 @pytest.mark.parametrize("given", [{}, None, {"mine": 1}], ids=str)
-def test_subclass_with_a_state_of_its_own(given: Any, tmp_path: Path) -> None:
+def test_subclass_with_its_own_state(given: Any, tmp_path: Path) -> None:
     """Whatever state a subclass returns, Lightning's part of its attributes continues."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -258,7 +258,7 @@ class Told(ModelCheckpoint):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
 
 
-def test_elapsed_time_goes_on(tmp_path: Path) -> None:
+def test_elapsed_time_continues(tmp_path: Path) -> None:
     """The time since the last save continues after a resume."""
 
     def main(*callbacks: Callback) -> None:

@@ -47,7 +47,7 @@ class Watch(Callback):
 
 @pytest.mark.parametrize(("max_time", "num_batches"), [(None, 10), (8, 6), (28, 8)])
 @pytest.mark.parametrize(("kill", "every"), [(3, 1), (4, 3), (7, 3)])
-def test_elapsed_time_goes_on(kill: int, every: int, max_time: int | None, num_batches: int, tmp_path: Path) -> None:
+def test_elapsed_time_continues(kill: int, every: int, max_time: int | None, num_batches: int, tmp_path: Path) -> None:
     """Each time equals the uninterrupted run's, and so does the end with ``max_time``; the resume does not count."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -77,7 +77,7 @@ LATER_EPOCH = Cut(kill=9, every=7, goes_on_at=(1, 2))
 @pytest.mark.parametrize(
     "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_EPOCH, id="later-epoch")]
 )
-def test_learning_rate_monitor_goes_on(cut: Cut, interval: Any, tmp_path: Path) -> None:
+def test_learning_rate_monitor_continues(cut: Cut, interval: Any, tmp_path: Path) -> None:
     """LearningRateMonitor's logged values and attributes equal the uninterrupted run's."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:

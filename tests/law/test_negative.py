@@ -78,7 +78,7 @@ NEEDS = {
 }
 
 
-def assert_goes_on_without(part: str | None, needs: Needs) -> None:
+def assert_continues_without(part: str | None, needs: Needs) -> None:
     """Check a run against the law, killed in the first epoch at batch 3 and resumed without `part`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -99,9 +99,9 @@ def test_every_part_has_a_control() -> None:
 
 
 @pytest.mark.parametrize("part", TITLES)
-def test_run_goes_on_with_all_parts(part: str) -> None:
+def test_run_continues_with_all_parts(part: str) -> None:
     """The run that needs the part continues exactly with it."""
-    assert_goes_on_without(None, NEEDS[part])
+    assert_continues_without(None, NEEDS[part])
 
 
 @pytest.mark.parametrize("part", TITLES)
@@ -110,5 +110,5 @@ def test_run_without_a_part_is_not_the_same(part: str) -> None:
     needs = NEEDS[part]
     found = rf'Event \d+ (of the interrupted run differs|is (missing|too many) in)[^"]*(.|\n)*"event": "{needs.event}"'
     with pytest.raises(NotTheSame, match=found) as raised:
-        assert_goes_on_without(part, needs)
+        assert_continues_without(part, needs)
     assert ("Left out: module.outputs" in str(raised.value)) == (part == "objects")

@@ -25,7 +25,7 @@ from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.testing import KillAt
 from tests.damage import Payload
 from tests.processes import run
-from tests.runs import Cut, assert_goes_on, each_short_cut, fit_net
+from tests.runs import Cut, assert_continues, each_short_cut, fit_net
 from tests.scripts import autosaves
 
 
@@ -75,13 +75,13 @@ class Fits(Callback):
 @each_short_cut
 def test_tables(cut: Cut) -> None:
     """A table that training replaces continues for all its holders, and so does one that changes in place."""
-    assert_goes_on(cut, users=lambda: [Tables()])
+    assert_continues(cut, users=lambda: [Tables()])
 
 
 @each_short_cut
 def test_a_fitted_tree_and_a_module(cut: Cut) -> None:
     """A library's internal memory continues, and so does a module that training created."""
-    assert_goes_on(cut, users=lambda: [Fits()])
+    assert_continues(cut, users=lambda: [Fits()])
 
 
 class Holds(nn.Module):

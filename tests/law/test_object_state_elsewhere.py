@@ -334,13 +334,13 @@ class Alternates(Net):
 
 @pytest.mark.parametrize("module", [Sharpness, ManualSharpness, LooksAhead, OwnSchedule, Alternates])
 @each_cut
-def test_optimizer_with_state_of_its_own(fault: Callback, module: type[LightningModule]) -> None:
+def test_optimizer_with_its_own_state(fault: Callback, module: type[LightningModule]) -> None:
     """State of an optimizer or a schedule outside its state dict continues."""
     assert_carried(fault, module=module)
 
 
 @pytest.mark.parametrize("fault", [STOPPED, RAISED, RAISED_AT_EDGE])
-def test_optimizer_with_state_of_its_own_after_other_faults(fault: Callback) -> None:
+def test_optimizer_with_its_own_state_after_other_faults(fault: Callback) -> None:
     """The same holds after a stop and after an error."""
     assert_carried(fault, module=LooksAhead)
 
@@ -608,7 +608,7 @@ def test_new_constants_stand(tmp_path: Path, kill: int) -> None:
     (tmp_path / "scale").write_text("2.0")
     outcome = runs.start("run", [], seed=2, with_callback=True)
     assert outcome.exit_code == 0, outcome.output
-    behind = (tmp_path / "seen").read_text().splitlines()[len(before) :]
+    after = (tmp_path / "seen").read_text().splitlines()[len(before) :]
     assert [line.rsplit(",", 2)[0] for line in before] == ["1.0,1.0,scale 1.0"] * kill
-    assert [line.rsplit(",", 2)[0] for line in behind] == ["2.0,2.0,scale 2.0"] * (10 - kill)
-    assert [line.split(",")[3:] for line in before + behind] == [[f"{n}", f"{n}"] for n in range(1, 11)]
+    assert [line.rsplit(",", 2)[0] for line in after] == ["2.0,2.0,scale 2.0"] * (10 - kill)
+    assert [line.split(",")[3:] for line in before + after] == [[f"{n}", f"{n}"] for n in range(1, 11)]

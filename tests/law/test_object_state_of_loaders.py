@@ -271,7 +271,7 @@ class Reports(Net):
 
 @each_num_workers
 @each_cut
-def test_batch_sampler_that_hears_of_losses(fault: Callback, num_workers: int) -> None:
+def test_batch_sampler_that_gets_losses(fault: Callback, num_workers: int) -> None:
     """Losses that a module has reported to a batch sampler continue."""
     assert_carried(
         fault,

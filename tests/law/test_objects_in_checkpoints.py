@@ -24,8 +24,8 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.rank_runs import assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_net, make_trainer
+from tests.rank_runs import assert_ranks_continue, for_ranks
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_continues, each_short_cut, fit_net, make_trainer
 from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = for_ranks
@@ -96,13 +96,13 @@ class Keeps(Callback):
 @each_short_cut
 def test_objects_of_a_module(cut: Cut) -> None:
     """A DataFrame, encoders, and a dataclass that the module's hooks save continue unchanged."""
-    assert_goes_on(cut, module=WithTable)
+    assert_continues(cut, module=WithTable)
 
 
 @each_short_cut
 def test_objects_of_a_callback(cut: Cut) -> None:
     """A metric, a module, and a path in a callback's state continue unchanged."""
-    assert_goes_on(cut, users=lambda: [Keeps()])
+    assert_continues(cut, users=lambda: [Keeps()])
 
 
 class Encoded(LightningDataModule):
@@ -148,10 +148,10 @@ def test_spike_detection_with_a_path(as_path: Callable[[str], Any]) -> None:
     def users() -> list[Callback]:
         return [SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path=as_path("unused.json"))]
 
-    assert_goes_on(Cut(kill=3, every=1, goes_on_at=(0, 3)), users=users)
+    assert_continues(Cut(kill=3, every=1, goes_on_at=(0, 3)), users=users)
 
 
-def test_objects_behind_an_exception() -> None:
+def test_objects_after_an_exception() -> None:
     """A capture keeps the state of a callback, including objects, as it was."""
 
     class Fails(Callback):
@@ -166,7 +166,7 @@ def test_objects_behind_an_exception() -> None:
     assert (cost.epoch, cost.batch) == (0, 3)
 
 
-def test_written_behind_training() -> None:
+def test_written_in_background() -> None:
     """With async_save the objects are those at the time of the save."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -181,7 +181,7 @@ def test_written_behind_training() -> None:
 def test_each_rank_has_its_own(strategy: str) -> None:
     """Each rank continues with its callback's objects, in one file and beside shards."""
     more: dict[str, Any] = {} if strategy == "ddp" else {"module": ShardedNet, "strategy": fsdp2()}
-    assert_ranks_go_on(FIRST_EPOCH, users=lambda: [Keeps()], **more)
+    assert_ranks_continue(FIRST_EPOCH, users=lambda: [Keeps()], **more)
 
 
 SCRIPT = """

@@ -41,7 +41,7 @@ class RaisesAt(Callback):
     ids=["stop", "stop in epoch 1", "exception", "stop in validation"],
 )
 @pytest.mark.parametrize("is_first", [False, True])
-def test_goes_on_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int], is_first: bool) -> None:
+def test_continues_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int], is_first: bool) -> None:
     """The run resumes from the autosave after any fault, in either order of the callbacks, and after one more kill."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

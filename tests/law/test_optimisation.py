@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, assert_goes_on, each_short_cut, eight_batches, fit_eight, fit_net
+from tests.runs import Cut, Net, assert_continues, each_short_cut, eight_batches, fit_eight, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -64,14 +64,14 @@ def plateau(interval: str, frequency: int) -> Callable[[LightningModule, Any], A
 @pytest.mark.parametrize("make", [cosine, one_cycle, chained])
 def test_schedulers(make: Any, cut: Cut) -> None:
     """Schedulers that step per epoch, per step, or every second step, and one sized by the trainer, continue."""
-    assert_goes_on(cut, module=lambda: ScheduledNet(make), max_epochs=3)
+    assert_continues(cut, module=lambda: ScheduledNet(make), max_epochs=3)
 
 
 @pytest.mark.parametrize("kill", [3, 4, 12])
 @pytest.mark.parametrize(("interval", "frequency"), [("epoch", 1), ("epoch", 2), ("step", 4), ("step", 8)])
 def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
     """A scheduler that depends on a validation result, per epoch or by steps, steps as often and on the same values."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)),
         train=eight_batches,
         module=lambda: ScheduledNet(plateau(interval, frequency)),
@@ -81,7 +81,7 @@ def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
 
 
 @pytest.mark.parametrize("kill", [3, 7])
-def test_plateau_scheduler_behind_a_validation_run_that_was_cut(kill: int) -> None:
+def test_plateau_scheduler_after_a_validation_run_that_was_cut(kill: int) -> None:
     """Killed in the validation run that a plateau scheduler waits for, the restart steps it once, after that run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -97,19 +97,19 @@ def test_plateau_scheduler_behind_a_validation_run_that_was_cut(kill: int) -> No
 def test_one_cycle_under_accumulation(cut: Cut) -> None:
     """A one-cycle scheduler sized by the trainer continues under accumulation, with half a window at the end."""
     cuts = {3: Cut(kill=3, every=1, goes_on_at=(0, 3)), 9: Cut(kill=8, every=1, goes_on_at=(1, 3))}
-    assert_goes_on(cuts[cut.kill], module=lambda: ScheduledNet(one_cycle), accumulate_grad_batches=3)
+    assert_continues(cuts[cut.kill], module=lambda: ScheduledNet(one_cycle), accumulate_grad_batches=3)
 
 
 @each_short_cut
 def test_bfloat16(cut: Cut) -> None:
     """Training in mixed precision continues in it."""
-    assert_goes_on(cut, precision="bf16-mixed", gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+    assert_continues(cut, precision="bf16-mixed", gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_max_steps(kill: int) -> None:
     """A run limited by steps ends at the same step, in the middle of an epoch."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill, 5)), module=lambda: ScheduledNet(cosine), max_steps=8
     )
 
@@ -117,7 +117,7 @@ def test_max_steps(kill: int) -> None:
 @pytest.mark.parametrize("kill", [3, 6])
 def test_max_steps_under_accumulation(kill: int) -> None:
     """A run limited by steps that accumulates also ends at the same step."""
-    assert_goes_on(
+    assert_continues(
         Cut(kill=kill, every=1, goes_on_at=divmod(kill - 1, 5)), max_steps=4, max_epochs=-1, accumulate_grad_batches=2
     )
 
@@ -139,7 +139,7 @@ class GroupedNet(Net):
 @each_short_cut
 def test_groups_of_parameters(cut: Cut) -> None:
     """Each group keeps its arguments, and each parameter its moments."""
-    assert_goes_on(cut, module=GroupedNet)
+    assert_continues(cut, module=GroupedNet)
 
 
 class SecondOrderNet(Net):
@@ -156,7 +156,7 @@ class SecondOrderNet(Net):
 @each_short_cut
 def test_optimizer_that_calls_its_closure_again(cut: Cut) -> None:
     """LBFGS continues with its history."""
-    assert_goes_on(cut, module=SecondOrderNet)
+    assert_continues(cut, module=SecondOrderNet)
 
 
 # A teacher that follows its student.
@@ -183,7 +183,7 @@ class Teacher(Net):
         with torch.no_grad():
             for student, teacher in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
                 teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
-        self.strike("behind")
+        self.strike("after")
         loss = (self.layers(batch) - self.teacher(batch)).square().mean() + self.layers(batch).square().mean()
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
@@ -212,18 +212,18 @@ class Arm(Callback):
 @each_short_cut
 def test_teacher(cut: Cut) -> None:
     """A teacher that the module updates continues, including its running statistics and its masks."""
-    assert_goes_on(cut, module=Teacher)
+    assert_continues(cut, module=Teacher)
 
 
 @pytest.mark.parametrize(
     ("fails", "goes_on_at", "accumulate"),
     [
         ("before", (0, 4), 1),
-        ("behind", (0, 3), 1),
+        ("after", (0, 3), 1),
         ("before the step", (0, 3), 1),
         ("at the end", (0, 3), 1),
         ("before", (1, 2), 2),
-        ("behind", (1, 0), 2),
+        ("after", (1, 0), 2),
     ],
 )
 def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int, int], accumulate: int) -> None:

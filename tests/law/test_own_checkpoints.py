@@ -95,7 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "num_saves"), [(case, num) for case in CASES for num in CASES[case].saves])
-def test_goes_on_from_a_file_of_model_checkpoint(case: str, num_saves: int, tmp_path: Path) -> None:
+def test_continues_from_a_file_of_model_checkpoint(case: str, num_saves: int, tmp_path: Path) -> None:
     """ModelCheckpoint's attributes and files equal the uninterrupted run's; of old files only the named one stays."""
     saving = CASES[case]
 
@@ -205,7 +205,7 @@ def test_files_of_a_run_that_came_to_its_end_are_left_alone(tmp_path: Path) -> N
     assert len(list(tmp_path.rglob("version_1/**/*.ckpt"))) == 4
 
 
-def test_logger_goes_on_where_the_file_was_written(tmp_path: Path) -> None:
+def test_logger_continues_where_the_file_was_written(tmp_path: Path) -> None:
     """A killed run that resumes from its own file logs to its own version, after the rows of that file."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:

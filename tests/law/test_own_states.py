@@ -19,7 +19,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import HoldingDataset, NoisyCollate, NoisyDataset, StatefulStream, Stream, UnevenStream
-from tests.runs import Cut, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, fit_net, make_trainer
+from tests.runs import Cut, Net, TwoLoaders, assert_continues, each_cut, each_num_workers, fit_net, make_trainer
 
 pytestmark = [
     # torchdata 0.11 calls functions that torch 2.13 has deprecated.
@@ -39,7 +39,7 @@ def stateful(data: Callable[[], Any], num_workers: int, **arguments: Any) -> Cal
 @each_cut
 def test_stateful_dataloader(cut: Cut, num_workers: int) -> None:
     """A torchdata loader continues in order, with its workers' draws, in training and in validation."""
-    assert_goes_on(
+    assert_continues(
         cut,
         train=stateful(HoldingDataset, num_workers, shuffle=True),
         validation=stateful(lambda: NoisyDataset(8), num_workers, shuffle=False),
@@ -51,7 +51,7 @@ def test_workers_of_stateful_dataloaders_that_live_on(cut: Cut) -> None:
     """Persistent workers continue with their draws, also in later epochs."""
     train = stateful(NoisyDataset, 2, shuffle=True, persistent_workers=True, snapshot_every_n_steps=3)
     validation = stateful(lambda: NoisyDataset(8), 2, persistent_workers=True)
-    assert_goes_on(cut, train=train, validation=validation, max_epochs=3)
+    assert_continues(cut, train=train, validation=validation, max_epochs=3)
 
 
 class Seen(NoisyDataset):
@@ -79,7 +79,9 @@ class Seen(NoisyDataset):
 def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
     """The state of a map-style data set, which torchdata restores, continues in each worker."""
     is_persistent = num_workers > 0
-    assert_goes_on(cut, train=stateful(Seen, num_workers, shuffle=True, persistent_workers=is_persistent), max_epochs=3)
+    assert_continues(
+        cut, train=stateful(Seen, num_workers, shuffle=True, persistent_workers=is_persistent), max_epochs=3
+    )
 
 
 @each_num_workers
@@ -87,12 +89,12 @@ def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
 @pytest.mark.parametrize("stream", [Stream, StatefulStream])
 def test_iterable_data_sets_in_a_stateful_dataloader(cut: Cut, num_workers: int, stream: Callable[[], Any]) -> None:
     """Iterable data sets, with and without a state, continue as in torch's own loader."""
-    assert_goes_on(cut, train=stateful(stream, num_workers))
+    assert_continues(cut, train=stateful(stream, num_workers))
 
 
 def test_workers_of_a_stateful_dataloader_that_run_out() -> None:
     """If one worker runs out before the other, the batches keep their turns."""
-    assert_goes_on(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
+    assert_continues(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
 
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -109,7 +111,7 @@ def test_samplers_of_torchdata(name: str, num_workers: int) -> None:
     def train() -> StatefulDataLoader[Any]:
         return StatefulDataLoader(NoisyDataset(), batch_size=4, sampler=SAMPLERS[name](), num_workers=num_workers)
 
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
 
 
 class UnpackingStateful(StatefulDataLoader[Any]):
@@ -127,7 +129,7 @@ def test_subclass_of_a_stateful_dataloader(num_workers: int) -> None:
     def train() -> Any:
         return UnpackingStateful(NoisyDataset(), batch_size=4, collate_fn=NoisyCollate(), num_workers=num_workers)
 
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
 
 
 def test_stateful_dataloader_beside_another_loader() -> None:
@@ -139,7 +141,7 @@ def test_stateful_dataloader_beside_another_loader() -> None:
             "short": stateful(lambda: NoisyDataset(12), 0, shuffle=True)(),
         }
 
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train, module=TwoLoaders)
+    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train, module=TwoLoaders)
 
 
 class KeepsLoader(LightningDataModule):
@@ -337,13 +339,13 @@ def test_checkpoint_from_before(tmp_path: Path) -> None:
 @each_cut
 def test_own_loader(cut: Cut) -> None:
     """A loader that is not a DataLoader continues by its own state, and draws as if uninterrupted."""
-    assert_goes_on(cut, train=Prefetching, validation=Prefetching, max_epochs=3)
+    assert_continues(cut, train=Prefetching, validation=Prefetching, max_epochs=3)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_own_loader_at_the_first_batches(batch: int) -> None:
     """If the run is cut at the start of an epoch, its order is not drawn twice."""
-    assert_goes_on(Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)), train=Prefetching)
+    assert_continues(Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)), train=Prefetching)
 
 
 def test_own_loader_in_two_places(tmp_path: Path) -> None:
@@ -371,7 +373,7 @@ class Endless(Prefetching):
 @each_cut
 def test_own_loader_without_a_length(cut: Cut) -> None:
     """The batch that Lightning fetches ahead is fetched again, also from the loader's own generator."""
-    assert_goes_on(cut, train=Endless)
+    assert_continues(cut, train=Endless)
 
 
 class CountingLoader(DataLoader[Any]):
@@ -408,7 +410,7 @@ class Plain(Dataset[Tensor]):
 @each_cut
 def test_dataloader_with_a_state_of_the_users(cut: Cut) -> None:
     """A subclass of torch's loader without workers continues by the user's state."""
-    assert_goes_on(cut, train=lambda: CountingLoader(Plain(), batch_size=4))
+    assert_continues(cut, train=lambda: CountingLoader(Plain(), batch_size=4))
 
 
 class Forgets(Prefetching):

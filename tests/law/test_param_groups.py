@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
-from tests.rank_runs import assert_ranks_go_on, for_ranks
+from tests.rank_runs import assert_ranks_continue, for_ranks
 from tests.runs import Cut, Net, RaiseAt, assert_exact
 
 pytestmark = for_ranks
@@ -54,7 +54,7 @@ def test_added_groups_again_and_again() -> None:
 def test_added_groups_of_two_ranks(rank: int) -> None:
     """The same holds with several ranks, where DDP knows the trained parameters from the start."""
     cut = Cut(kill=12, every=1, goes_on_at=(1, 4))
-    assert_ranks_go_on(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
+    assert_ranks_continue(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
 
 
 class Moves(Net):

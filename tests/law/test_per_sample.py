@@ -38,7 +38,7 @@ OPTIONS = {"worker_rng": "per_sample"}
 each_change = pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2)])
 
 
-def assert_goes_on_with(
+def assert_continues_with(
     make: Callable[..., Any],
     cut: Cut,
     before: int,
@@ -85,13 +85,13 @@ def unbatched(*, num_workers: int) -> DataLoader:
 @pytest.mark.parametrize("make", [shuffled, subset])
 def test_other_number_of_workers(make: Callable[..., DataLoader], before: int, after: int) -> None:
     """Cut in a later epoch and resumed with other workers, a run equals the uninterrupted one of either number."""
-    assert_goes_on_with(make, LATER_EPOCH, before, after, max_epochs=3)
+    assert_continues_with(make, LATER_EPOCH, before, after, max_epochs=3)
 
 
 @each_change
 def test_other_number_of_workers_in_the_first_epoch(before: int, after: int) -> None:
     """The same holds for a cut in the first epoch, and for samples that are batches."""
-    assert_goes_on_with(unbatched, FIRST_EPOCH, before, after)
+    assert_continues_with(unbatched, FIRST_EPOCH, before, after)
 
 
 def test_persistent_workers_may_come_and_go() -> None:
@@ -102,7 +102,7 @@ def test_persistent_workers_may_come_and_go() -> None:
             HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0
         )
 
-    assert_goes_on_with(make, LATER_EPOCH, 2, 0, max_epochs=3)
+    assert_continues_with(make, LATER_EPOCH, 2, 0, max_epochs=3)
 
 
 def test_sampler_that_draws_at_its_start() -> None:
@@ -111,7 +111,7 @@ def test_sampler_that_draws_at_its_start() -> None:
     def make(*, num_workers: int) -> DataLoader:
         return DataLoader(BatchesDataset(), batch_size=None, sampler=PythonShuffle(8), num_workers=num_workers)
 
-    assert_goes_on_with(make, LATER_EPOCH, 0, 2, max_epochs=3)
+    assert_continues_with(make, LATER_EPOCH, 0, 2, max_epochs=3)
 
 
 def test_made_when_first_used() -> None:
@@ -169,7 +169,7 @@ def test_capture_does_not_hide_a_change_of_workers() -> None:
         assert_resumes_exactly(fit, [KillAt(5)], options={"every_n_train_steps": 1})
 
 
-def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> None:
+def test_sampler_that_draws_while_it_runs_is_refused_with_other_workers() -> None:
     """A sampler whose order depends on when torch calls it is refused with other workers, with the reason."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -182,7 +182,7 @@ def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int) -> None:
+def test_sampler_that_draws_while_it_runs_with_as_many_workers(num_workers: int) -> None:
     """With the same number of workers such a sampler continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -218,7 +218,7 @@ def pair(*, num_workers: int) -> dict[str, DataLoader]:
 @each_change
 def test_several_loaders(before: int, after: int) -> None:
     """With several loaders, one in its second cycle, every batch stays the same with other workers."""
-    assert_goes_on_with(pair, LATER_EPOCH, before, after, module=TwoLoaders)
+    assert_continues_with(pair, LATER_EPOCH, before, after, module=TwoLoaders)
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
@@ -230,7 +230,7 @@ def test_mode_of_a_combined_loader(mode: str) -> None:
     def make(*, num_workers: int) -> CombinedLoader:
         return CombinedLoader(pair(num_workers=num_workers), mode)
 
-    assert_goes_on_with(make, cut, 2, 0, module=TwoLoaders)
+    assert_continues_with(make, cut, 2, 0, module=TwoLoaders)
 
 
 @each_change
@@ -240,7 +240,7 @@ def test_loader_without_a_length(before: int, after: int) -> None:
     def make(*, num_workers: int) -> DataLoader:
         return Unsized(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
 
-    assert_goes_on_with(make, LATER_EPOCH, before, after)
+    assert_continues_with(make, LATER_EPOCH, before, after)
 
 
 @pytest.mark.parametrize("kill", [11, 12, 13])
@@ -252,11 +252,11 @@ def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
         return {**pair(num_workers=num_workers), "long": long}
 
     cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, kill - 9))
-    assert_goes_on_with(make, cut, 0, 2, module=TwoLoaders)
+    assert_continues_with(make, cut, 0, 2, module=TwoLoaders)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_workers: int) -> None:
+def test_sampler_that_draws_while_it_runs_after_a_batch_fetched_ahead(num_workers: int) -> None:
     """With as many workers, such a sampler in a loader without a length continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -284,7 +284,7 @@ def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
         stream = DataLoader(NoisySquares(), batch_size=4, num_workers=iterable_workers)
         return {"long": shuffled(num_workers=num_workers), "short": stream}
 
-    assert_goes_on_with(make, LATER_EPOCH, 2 - iterable_workers, 3, module=TwoLoaders)
+    assert_continues_with(make, LATER_EPOCH, 2 - iterable_workers, 3, module=TwoLoaders)
 
 
 @each_change

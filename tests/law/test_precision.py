@@ -38,7 +38,7 @@ class ScriptedNet(Net):
 
 @pytest.mark.parametrize("kill", [3, 8])
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-def test_each_precision_goes_on(precision: Any, kill: int) -> None:
+def test_each_precision_continues(precision: Any, kill: int) -> None:
     """Double weights are not loaded through 32 bits, and half and mixed ones lose nothing."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -48,7 +48,7 @@ def test_each_precision_goes_on(precision: Any, kill: int) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, 5)
 
 
-def test_a_module_that_becomes_double_behind_the_load_is_refused(tmp_path: Path) -> None:
+def test_a_module_that_becomes_double_after_the_load_is_refused(tmp_path: Path) -> None:
     """A module that becomes double after the load is refused with both types, or, if not strict, gets a note."""
 
     def fit(*callbacks: Callback, **options: Any) -> FaultTolerance:
@@ -68,7 +68,7 @@ def test_a_module_that_becomes_double_behind_the_load_is_refused(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_scripted_norm_goes_on() -> None:
+def test_a_scripted_norm_continues() -> None:
     """A flag that already has the right value is not set, since that fails in a scripted module."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

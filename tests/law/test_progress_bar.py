@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.kills import run_whole_and_killed
 from tests.runs import fit_net
 
@@ -59,7 +59,7 @@ BARS: dict[str, Callable[[], ProgressBar]] = {
 
 @pytest.mark.parametrize("kill", [3, 8])
 @pytest.mark.parametrize("bar", BARS)
-def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
+def test_bar_continues(bar: str, kill: int, tmp_path: Path) -> None:
     """Position and total equal the uninterrupted run's at each batch; in that epoch the text says where it resumed."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -92,14 +92,14 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
         ("tqdm that leaves", "on_train_epoch_end"),
     ],
 )
-def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_in_background: bool) -> None:
+def test_bar_is_no_obstacle_after_a_save_in_a_hook(bar: str, hook: str, is_in_background: bool) -> None:
     """A run resumes from a checkpoint of any hook, whether or not the bar's own hook has run by then."""
 
     def users() -> list[Callback]:
         both = [saver(hook, 1), BARS[bar]()]
         return both if is_in_background else both[::-1]
 
-    assert_goes_on_from(hook, users=users, enable_progress_bar=True)
+    assert_continues_from(hook, users=users, enable_progress_bar=True)
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])

@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.modules import PlainNet
 from tests.processes import run
 from tests.runs import RaiseAt, assert_exact, fit_net
@@ -68,14 +68,14 @@ def test_exception_beside_pruning(hook: str) -> None:
     assert cost.exit_code == 1
 
 
-@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "after"])
 @pytest.mark.parametrize(
     ("hook", "at"), [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_batch_end", 7)]
 )
 def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
     """A checkpoint that other code saves before or after a pruning continues exactly."""
     both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
-    assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
+    assert_continues_from(hook, users=both, module=PlainNet, max_epochs=3)
 
 
 class ByHand(PlainNet):

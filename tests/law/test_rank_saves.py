@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.testing import NotTheSame
 from lightning_faulttolerant.trainer.resume import resume
 from tests.data_sets import NoisyDataset
-from tests.hook_saves import assert_goes_on_from, saver, saving_module
+from tests.hook_saves import assert_continues_from, saver, saving_module
 from tests.law import elastic_runs
 from tests.rank_runs import RankNet, for_ranks, of_first_rank, shuffled
 from tests.sharded import ShardedNet, fsdp2
@@ -30,9 +30,11 @@ CALLS = {
 }
 
 
-def assert_ranks_go_on_from(hook: str, at: int, *, module: type[LightningModule] = RankNet, **arguments: Any) -> None:
+def assert_ranks_continue_from(
+    hook: str, at: int, *, module: type[LightningModule] = RankNet, **arguments: Any
+) -> None:
     """Check that two ranks obey the law when they resume from a save in the `at`-th call of a callback's `hook`."""
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [saver(hook, at)],
         module=module,
@@ -49,13 +51,13 @@ def assert_ranks_go_on_from(hook: str, at: int, *, module: type[LightningModule]
 @pytest.mark.parametrize("hook", CALLS)
 def test_saved_in_a_hook(hook: str) -> None:
     """Resumed from a checkpoint of a callback's hook, each rank continues exactly."""
-    assert_ranks_go_on_from(hook, CALLS[hook])
+    assert_ranks_continue_from(hook, CALLS[hook])
 
 
 @pytest.mark.slow
 def test_saved_by_the_module() -> None:
     """Resumed from a checkpoint that the module saves in its training step, each rank continues exactly."""
-    assert_goes_on_from(
+    assert_continues_from(
         "training_step",
         module=lambda: saving_module("training_step", 3, RankNet),
         num_ranks=2,
@@ -67,7 +69,7 @@ def test_saved_by_the_module() -> None:
 
 def test_saved_in_a_window() -> None:
     """The same holds inside an accumulation window, where each rank has its own gradients."""
-    assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
+    assert_ranks_continue_from("on_train_batch_end", 3, accumulate_grad_batches=3)
 
 
 class Ticks(Callback):
@@ -125,7 +127,7 @@ class SeenInShardsNet(SeenNet, ShardedNet):
 )
 def test_what_each_rank_keeps_is_of_the_same_instant(hook: str, strategy: Any) -> None:
     """After a save in the middle of a batch, each rank's callbacks and buffers are those of the batch's start."""
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [Ticks(), saver(hook, CALLS[hook])],
         module=SeenNet if strategy == "ddp" else SeenInShardsNet,
@@ -159,4 +161,4 @@ def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -
     """With rank 0's gradients on all ranks the run differs."""
     monkeypatch.setattr(resume, "state_of", of_first_rank("gradients"))
     with pytest.raises(NotTheSame, match="the run that continues from"):
-        assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
+        assert_ranks_continue_from("on_train_batch_end", 3, accumulate_grad_batches=3)

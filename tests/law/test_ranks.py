@@ -25,7 +25,7 @@ from tests.kills import StopInValidation
 from tests.rank_runs import (
     SECONDS,
     RankNet,
-    assert_ranks_go_on,
+    assert_ranks_continue,
     assert_ranks_resume,
     for_ranks,
     of_first_rank,
@@ -42,9 +42,9 @@ pytestmark = for_ranks
     [pytest.param(0, FIRST_EPOCH, 0, marks=pytest.mark.slow), (2, LATER_EPOCH, 1)],
     ids=["no-workers", "workers"],
 )
-def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
+def test_two_ranks_continue(num_workers: int, cut: Cut, rank: int) -> None:
     """With one rank killed, both resume exactly at their positions."""
-    assert_ranks_go_on(cut, rank=rank, train=lambda: shuffled(num_workers))
+    assert_ranks_continue(cut, rank=rank, train=lambda: shuffled(num_workers))
 
 
 @pytest.mark.slow
@@ -53,9 +53,9 @@ def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
     [(0, LATER_EPOCH, 2), (2, FIRST_EPOCH, None)],
     ids=["one-is-killed", "all-are-killed"],
 )
-def test_three_ranks_go_on(num_workers: int, cut: Cut, rank: int | None) -> None:
+def test_three_ranks_continue(num_workers: int, cut: Cut, rank: int | None) -> None:
     """Three ranks continue exactly if one or all are killed."""
-    assert_ranks_go_on(cut, rank=rank, num_ranks=3, train=lambda: shuffled(num_workers, num_ranks=3))
+    assert_ranks_continue(cut, rank=rank, num_ranks=3, train=lambda: shuffled(num_workers, num_ranks=3))
 
 
 @pytest.mark.slow
@@ -106,7 +106,9 @@ def test_state_of_rank_0_is_not_the_same(part: str | None, monkeypatch: pytest.M
     """A run with a part of rank 0's state, or all of it, on all ranks differs."""
     monkeypatch.setattr(resume, "state_of", of_first_rank(part))
     with pytest.raises(NotTheSame, match=r"of the interrupted run|A restart began"):
-        assert_ranks_go_on(FIRST_EPOCH, rank=0, train=lambda: DataLoader(HoldingByRank(), batch_size=4, shuffle=True))
+        assert_ranks_continue(
+            FIRST_EPOCH, rank=0, train=lambda: DataLoader(HoldingByRank(), batch_size=4, shuffle=True)
+        )
 
 
 class HoldingByRank(HoldingDataset):
@@ -125,7 +127,7 @@ class HoldingByRank(HoldingDataset):
 def test_windows_of_three_batches() -> None:
     """With accumulation, workers, norms per rank, and an unsynchronized buffer, the ranks resume exactly."""
     cut = Cut(kill=13, every=1, goes_on_at=(1, 3))
-    assert_ranks_go_on(
+    assert_ranks_continue(
         cut, accumulate_grad_batches=3, train=lambda: shuffled(2), module=OwnBuffers, limit_val_batches=0
     )
 
@@ -214,7 +216,7 @@ def test_each_rank_has_its_own_data(module: type[LightningModule], cut: Cut) -> 
 @pytest.mark.slow
 def test_callbacks_of_each_rank() -> None:
     """An EarlyStopping that monitors a value of each rank keeps its state."""
-    assert_ranks_go_on(
+    assert_ranks_continue(
         LATER_EPOCH, rank=0, users=lambda: [EarlyStopping("val_loss", patience=5), EarlyStopping("synced_val_loss")]
     )
 

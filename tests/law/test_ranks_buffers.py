@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
+from tests.rank_runs import RankNet, assert_ranks_continue, for_ranks
 from tests.runs import FIRST_EPOCH
 
 pytestmark = for_ranks
@@ -29,4 +29,4 @@ class ManualNet(RankNet):
 
 def test_each_rank_keeps_its_buffers() -> None:
     """A rank whose batch norm has processed other batches than rank 0's continues with its own statistics."""
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=ManualNet)
+    assert_ranks_continue(FIRST_EPOCH, rank=1, module=ManualNet)

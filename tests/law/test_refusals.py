@@ -93,7 +93,7 @@ def test_sampler_with_a_hidden_state_is_refused_on_resume() -> None:
         assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options={"every_n_train_steps": 1})
 
 
-def test_sampler_with_a_hidden_state_goes_on_if_not_strict(tmp_path: Path) -> None:
+def test_sampler_with_a_hidden_state_continues_if_not_strict(tmp_path: Path) -> None:
     """With ``strict=False`` the run continues, with another order, and the report says so."""
     options = {"every_n_train_steps": 1, "strict": False}
     with pytest.raises(NotTheSame, match=r"Event \d+ of the interrupted run differs"):
@@ -104,7 +104,7 @@ def test_sampler_with_a_hidden_state_goes_on_if_not_strict(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0)])
-def test_another_number_of_workers_goes_on_if_not_strict(before: int, after: int, tmp_path: Path) -> None:
+def test_another_number_of_workers_continues_if_not_strict(before: int, after: int, tmp_path: Path) -> None:
     """With ``strict=False`` the order of the samples continues with more workers or none, and the report says so."""
 
     def main(num_workers: int, callbacks: list[Any]) -> None:

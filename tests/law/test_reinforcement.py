@@ -203,7 +203,7 @@ def fit(module: type[LightningModule], callbacks: list[Callback], directory: Pat
 
 @pytest.mark.parametrize("module", [DeepQ, PolicyGradient])
 @pytest.mark.parametrize("fault", [LATER_EPOCH, *map(slowly, (FIRST_EPOCH, EDGE, STOPPED, RAISED, RAISED_BEHIND))])
-def test_goes_on_where_it_played(fault: Callback, module: type[LightningModule]) -> None:
+def test_continues_where_it_played(fault: Callback, module: type[LightningModule]) -> None:
     """The environment, the buffer, and the policy that played are restored, wherever the run is cut."""
     assert_resumes_exactly(lambda callbacks, directory: fit(module, callbacks, directory), [fault], options=EVERY_STEP)
 

@@ -18,20 +18,20 @@ from tests.runs import each_num_workers, fit_net
 
 
 @each_num_workers
-def test_killed_run_goes_on_from_s3(s3: str, num_workers: int) -> None:
+def test_killed_run_continues_from_s3(s3: str, num_workers: int) -> None:
     """A run below a URL, killed in its first epoch and again in its second, equals the uninterrupted one."""
-    _assert_killed_run_goes_on(s3, num_workers=num_workers)
+    _assert_killed_run_continues(s3, num_workers=num_workers)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(WARNING)
 @pytest.mark.parametrize("name", sorted(EMULATORS))
-def test_killed_run_goes_on_from_each_store(emulated: Callable[[str], str], name: str) -> None:
+def test_killed_run_continues_from_each_store(emulated: Callable[[str], str], name: str) -> None:
     """The same holds in Azure's store, in Google's, and in another S3."""
-    _assert_killed_run_goes_on(emulated(name))
+    _assert_killed_run_continues(emulated(name))
 
 
-def _assert_killed_run_goes_on(bucket: str, *, num_workers: int = 0) -> None:
+def _assert_killed_run_continues(bucket: str, *, num_workers: int = 0) -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True, num_workers=num_workers)
         return fit_net(callbacks, f"{bucket}/{directory.name}", train=train)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ class FewClients(Callback):
         assert len(S3FileSystem._cache) <= 3
 
 
-def test_killed_run_that_saves_behind_training_goes_on_from_s3(s3: str) -> None:
+def test_killed_run_that_saves_in_background_continues_from_s3(s3: str) -> None:
     """With async_save, a run that is killed during uploads resumes, and loses at most the upload in flight."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:

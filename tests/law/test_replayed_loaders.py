@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_continues, each_cut, fit_net
 
 
 class CountsSamples(DataLoader[Any]):
@@ -77,7 +77,7 @@ def test_numbers_on_a_torch_loader(
     def train() -> Any:
         return kind(NoisyDataset(), batch_size=4, shuffle=True)
 
-    assert_goes_on(cut, train=train, module=module, users=users, max_epochs=3)
+    assert_continues(cut, train=train, module=module, users=users, max_epochs=3)
 
 
 class CountedSamples(NoisyDataset):
@@ -113,7 +113,7 @@ def test_data_set_that_counts(kind: Any, cut: Cut) -> None:
             return SeededByEpoch(CountedSamples(), batch_size=4, shuffle=True)
         return kind(DataLoader(CountedSamples(), batch_size=4, shuffle=True))
 
-    assert_goes_on(cut, train=train, max_epochs=3)
+    assert_continues(cut, train=train, max_epochs=3)
 
 
 seed = 0
@@ -147,7 +147,7 @@ class SetsSeed(Callback):
 @each_cut
 def test_global_that_an_iteration_reads(cut: Cut) -> None:
     """An epoch is drawn again with the globals of its start, and training continues with the current ones."""
-    assert_goes_on(cut, train=SeededByGlobal, users=lambda: [SetsSeed()], max_epochs=3)
+    assert_continues(cut, train=SeededByGlobal, users=lambda: [SetsSeed()], max_epochs=3)
 
 
 class BeginsAtOnce:

@@ -18,7 +18,7 @@ from tests.data_sets import NoisyDataset
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan, Rows, consumed
 from tests.rank_runs import for_ranks
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_exact, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_continues, assert_exact, each_cut, fit_net
 
 pytestmark = for_ranks
 
@@ -49,7 +49,7 @@ class Advances(Callback):
 
 @each_cut
 @pytest.mark.parametrize("kind", ["single, torch", "distributed, feistel, 2 workers"])
-def test_a_sampler_goes_on_without_advance(cut: Cut, kind: str) -> None:
+def test_a_sampler_continues_without_advance(cut: Cut, kind: str) -> None:
     """A sampler continues in its epoch's order, new in each epoch, with the draws of workers and of training."""
 
     def train() -> DataLoader[Any]:
@@ -58,7 +58,7 @@ def test_a_sampler_goes_on_without_advance(cut: Cut, kind: str) -> None:
         sampler = InterruptibleDistributedSampler(range(32), order="feistel")
         return DataLoader(NoisyDataset(), batch_size=4, sampler=sampler, num_workers=2)
 
-    assert_goes_on(cut, train=train)
+    assert_continues(cut, train=train)
 
 
 @pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH], ids=["first-epoch", "later-epoch"])
@@ -92,7 +92,7 @@ def test_ten_billion_samples_resume_at_once(worker_rng: str) -> None:
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 3), (1, 2)]
 
 
-def test_per_sample_goes_on() -> None:
+def test_per_sample_continues() -> None:
     """With ``per_sample``, samples keep their seeds after a resume in the middle of the second epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -112,7 +112,7 @@ def two_ranks(callbacks: list[Callback], directory: Path, *, order: str) -> Trai
     return fit_net(callbacks, directory, train=loader, module=Net(), **arguments)
 
 
-def test_two_ranks_go_on() -> None:
+def test_two_ranks_continue() -> None:
     """Each rank continues in its own part of the order; the sampler, created before the ranks, finds them."""
     fit = functools.partial(two_ranks, order="feistel")
     [cost] = assert_resumes_exactly(fit, [KillAt(11)], options={"every_n_train_steps": 1}, num_ranks=2)
@@ -120,7 +120,7 @@ def test_two_ranks_go_on() -> None:
 
 
 @pytest.mark.parametrize("order", ["torch", "feistel"])
-def test_another_number_of_ranks_goes_on(order: str) -> None:
+def test_another_number_of_ranks_continues(order: str) -> None:
     """With `elastic=True` one rank finishes the epoch of two: together they have each sample once."""
     options = {"elastic": True, "worker_rng": "per_sample"}
     plan = Plan(length=24, max_epochs=2, options=options)
@@ -136,14 +136,14 @@ def test_another_number_of_ranks_goes_on(order: str) -> None:
 
 def test_a_resumable_loader_is_followed_as_any_other() -> None:
     """FaultTolerance keeps the Trainer's position in a ResumableDataLoader, and its rules apply."""
-    assert_goes_on(
+    assert_continues(
         LATER_EPOCH,
         train=lambda: ResumableDataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2),
         validation=lambda: ResumableDataLoader(NoisyDataset(8), batch_size=4),
     )
 
 
-def test_a_run_killed_at_the_start_of_an_epoch_and_again_in_it_goes_on_exactly() -> None:
+def test_a_run_killed_at_the_start_of_an_epoch_and_again_in_it_continues_exactly() -> None:
     """An order without drawn batches resumes, and its random state is known to the next process, too."""
     costs = assert_exact(list, KillAt(5), KillAt(3), KillAt(1))
     assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 3), (1, 4)]

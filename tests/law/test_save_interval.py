@@ -83,10 +83,10 @@ def period_of(saves: list[tuple[float, float]]) -> float:
 @pytest.mark.slow
 def test_share_of_the_time_that_goes_into_saving(tmp_path: Path) -> None:
     """The share is kept and used; only training's waits count, so background saves come more often."""
-    at_once, behind = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))
-    for saves in (at_once, behind):
+    at_once, in_background = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))
+    for saves in (at_once, in_background):
         assert len(saves) == NUM_SAVES
         assert SHARE / 4 < sum(seconds for _, seconds in saves[:-1]) / period_of(saves) < SHARE * 1.3
-    assert period_of(at_once) > 1.3 * period_of(behind)
+    assert period_of(at_once) > 1.3 * period_of(in_background)
     assert min(seconds for _, seconds in at_once) > 0.08
-    assert min(seconds for _, seconds in behind) < 0.08
+    assert min(seconds for _, seconds in in_background) < 0.08

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, KillAt, NotTheSame, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.kills import StopInValidation
 from tests.law import elastic_runs
-from tests.rank_runs import SECONDS, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.rank_runs import SECONDS, assert_ranks_continue, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import (
     Fsdp1OnCpu,
@@ -36,17 +36,17 @@ def same_rows() -> DataLoader[Any]:
     return DataLoader(NoisyDataset().rows, batch_size=4, shuffle=True)
 
 
-def test_fsdp2_goes_on() -> None:
+def test_fsdp2_continues() -> None:
     """With one rank of FSDP2 killed, both resume exactly, each with its own batch norm."""
     cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
-    assert_ranks_go_on(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
+    assert_ranks_continue(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
 
 
 @pytest.mark.slow
-def test_fsdp2_goes_on_in_a_later_epoch() -> None:
+def test_fsdp2_continues_in_a_later_epoch() -> None:
     """The same holds in a later epoch, with workers."""
-    assert_ranks_go_on(LATER_EPOCH, rank=1, module=ShardedNet, strategy=fsdp2(), train=lambda: shuffled(2))
+    assert_ranks_continue(LATER_EPOCH, rank=1, module=ShardedNet, strategy=fsdp2(), train=lambda: shuffled(2))
 
 
 @pytest.mark.slow
@@ -58,25 +58,25 @@ def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
     """
     strategy = fsdp2(save_distributed_checkpoint=is_sharded)
     limits = {"max_epochs": 1, "val_check_interval": 3}
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, **limits)
+    assert_ranks_continue(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, **limits)
 
 
 @pytest.mark.slow
-def test_fsdp2_with_one_file_goes_on(s3: str) -> None:
+def test_fsdp2_with_one_file_continues(s3: str) -> None:
     """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all resume exactly.
 
     Here it is an object in a store. The other cases with one file have it in a directory.
     """
     strategy = fsdp2(save_distributed_checkpoint=False)
-    assert_ranks_go_on(FIRST_EPOCH, rank=0, url=s3, module=ShardedNet, strategy=strategy, max_epochs=1)
+    assert_ranks_continue(FIRST_EPOCH, rank=0, url=s3, module=ShardedNet, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow
-def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
+def test_fsdp2_with_accumulation_and_validation_continues() -> None:
     """With accumulation, and after a validation run, when FSDP2 holds the whole module, all resume exactly."""
     cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
-    assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
+    assert_ranks_continue(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
 
 
 def costs_of_stops_in_validation(*signums: int, **arguments: Any) -> list[Interruption]:
@@ -113,18 +113,18 @@ def test_fsdp1_stopped_in_validation() -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_goes_on() -> None:
+def test_tensor_parallel_continues() -> None:
     """With one rank of a module that is split over ranks killed, both resume exactly."""
     arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0, "max_epochs": 1}
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
+    assert_ranks_continue(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
-def test_checkpoints_that_others_ask_for_go_on(hook: str, is_sharded: bool) -> None:
+def test_checkpoints_that_others_ask_for_continue(hook: str, is_sharded: bool) -> None:
     """A checkpoint that a callback saves in a hook, after a batch or before a validation run, resumes exactly, too."""
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [saver(hook, 1)],
         module=ShardedNet,
@@ -167,15 +167,15 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 @pytest.mark.parametrize("is_whole", [False, True], ids=["directory", "file"])
-def test_fsdp1_goes_on(s3: str, is_whole: bool) -> None:
+def test_fsdp1_continues(s3: str, is_whole: bool) -> None:
     """With one rank of FSDP1 killed, both resume exactly, from a directory in an object store and from one file."""
     strategy = Fsdp1WholeOnCpu() if is_whole else Fsdp1OnCpu(state_dict_type="sharded")
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, url=None if is_whole else s3, strategy=strategy, max_epochs=1)
+    assert_ranks_continue(FIRST_EPOCH, rank=1, url=None if is_whole else s3, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow
-def test_fsdp2_goes_on_from_an_object_store(s3: str) -> None:
+def test_fsdp2_continues_from_an_object_store(s3: str) -> None:
     """Autosaves below a URL are sets of objects, from which both ranks resume exactly."""
     cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
-    assert_ranks_go_on(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)
+    assert_ranks_continue(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)

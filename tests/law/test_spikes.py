@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
-from tests.hook_saves import NAME, assert_goes_on_from, saver
+from tests.hook_saves import NAME, assert_continues_from, saver
 from tests.processes import run
-from tests.rank_runs import assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_eight, fit_net
+from tests.rank_runs import assert_ranks_continue, for_ranks
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_continues, each_short_cut, fit_eight, fit_net
 
 pytestmark = for_ranks
 
@@ -53,15 +53,15 @@ def calm() -> list[Callback]:
 
 
 @each_short_cut
-def test_running_mean_goes_on(cut: Cut) -> None:
+def test_running_mean_continues(cut: Cut) -> None:
     """SpikeDetection's window, last value, and batches equal the uninterrupted run's."""
-    assert_goes_on(cut, users=calm)
+    assert_continues(cut, users=calm)
 
 
 @pytest.mark.slow
 def test_each_rank_has_its_own() -> None:
     """Each rank continues with the window and the last value of its own losses."""
-    assert_ranks_go_on(FIRST_EPOCH, users=calm)
+    assert_ranks_continue(FIRST_EPOCH, users=calm)
 
 
 def find_spike(directory: Path, *callbacks: Callback) -> None:
@@ -72,7 +72,7 @@ def find_spike(directory: Path, *callbacks: Callback) -> None:
 
 
 @pytest.mark.parametrize("kill", [SPIKE, SPIKE - 2, 3])
-def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
+def test_spike_after_a_resume(kill: int, tmp_path: Path) -> None:
     """A spike is found at its batch, even at the first after the resume, though it depends on earlier losses."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
@@ -89,7 +89,7 @@ def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
 
 def test_saved_in_a_hook() -> None:
     """A checkpoint that other code saves continues exactly, too."""
-    assert_goes_on_from("on_validation_end", users=lambda: [saver("on_validation_end", 0), *calm()])
+    assert_continues_from("on_validation_end", users=lambda: [saver("on_validation_end", 0), *calm()])
 
 
 def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
-from tests.runs import FIRST_EPOCH, Net, assert_exact, assert_goes_on
+from tests.runs import FIRST_EPOCH, Net, assert_continues, assert_exact
 
 
 class StartsFromWeights(Net):
@@ -25,7 +25,7 @@ class StartsFromWeights(Net):
 
 def test_hooks_at_the_start_that_change_weights() -> None:
     """Hooks change the weights once, as in the uninterrupted run: the restored weights are put back."""
-    assert_goes_on(FIRST_EPOCH, module=StartsFromWeights)
+    assert_continues(FIRST_EPOCH, module=StartsFromWeights)
 
 
 class LoadsAnother(Net):
@@ -41,7 +41,7 @@ class LoadsAnother(Net):
 def test_weights_that_cant_be_put_back_are_named() -> None:
     """If the loaded weights differ from the file's, a hook that changes those is refused."""
     with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight after the load of the checkpoint"):
-        assert_goes_on(FIRST_EPOCH, module=LoadsAnother)
+        assert_continues(FIRST_EPOCH, module=LoadsAnother)
 
 
 class LazyNet(Net):

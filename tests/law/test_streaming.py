@@ -28,7 +28,7 @@ from tests.runs import (
     SHORT_CUTS,
     Cut,
     Net,
-    assert_goes_on,
+    assert_continues,
     each_cut,
     each_num_workers,
     fit_net,
@@ -90,10 +90,10 @@ def loader(data: str, **arguments: Any) -> StreamingDataLoader:
 
 @each_num_workers
 @each_cut
-def test_a_streaming_loader_goes_on(data: str, short_data: str, cut: Cut, num_workers: int) -> None:
+def test_a_streaming_loader_continues(data: str, short_data: str, cut: Cut, num_workers: int) -> None:
     """A streaming loader continues in its epoch's order, with its workers' augmentations, also for validation."""
     directory = data if num_workers else short_data
-    assert_goes_on(
+    assert_continues(
         cut if num_workers else SHORT_CUTS[cut],
         train=lambda: loader(directory, num_workers=num_workers),
         validation=lambda: loader(directory, num_workers=num_workers),
@@ -109,17 +109,17 @@ WAYS: dict[str, Callable[[str], DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_other_loaders_go_on(data: str, short_data: str, way: str) -> None:
+def test_other_loaders_continue(data: str, short_data: str, way: str) -> None:
     """A data set continues in any loader, and under another data set that reads it."""
     has_workers = way != "passed on by another data set"
     cut, directory = (LATER_EPOCH, data) if has_workers else (LATER_SHORT_EPOCH, short_data)
-    assert_goes_on(cut, train=lambda: WAYS[way](directory))
+    assert_continues(cut, train=lambda: WAYS[way](directory))
 
 
 def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
     """Killed before the first batch of the third epoch, the run continues with that epoch's order."""
     cut = Cut(kill=10, every=5, goes_on_at=(2, 0))
-    assert_goes_on(cut, train=lambda: loader(short_data), validation=lambda: loader(short_data), max_epochs=3)
+    assert_continues(cut, train=lambda: loader(short_data), validation=lambda: loader(short_data), max_epochs=3)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> No
     assert costs[-1].num_validation_batches_twice == 4
 
 
-def test_two_ranks_go_on(data: str) -> None:
+def test_two_ranks_continue(data: str) -> None:
     """Each rank continues in its own part, with its own augmentations."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -182,7 +182,7 @@ def global_steps(done: list[elastic_runs.Entries], epoch: int) -> list[list[int]
         pytest.param([(1, 4, 0), (2, 2, 0), (1, 4, 2), (1, 4, 0)], id="many", marks=pytest.mark.slow),
     ],
 )
-def test_other_numbers_of_ranks_and_workers_go_on(data: str, legs: list[tuple[int, int, int]]) -> None:
+def test_other_numbers_of_ranks_and_workers_continue(data: str, legs: list[tuple[int, int, int]]) -> None:
     """At an equal global batch each global step has the samples of the uninterrupted run."""
     plan = Plan(
         options={"elastic": True},
@@ -200,7 +200,7 @@ def test_other_numbers_of_ranks_and_workers_go_on(data: str, legs: list[tuple[in
         assert global_steps(done, epoch) == [sorted(batch["n"].tolist()) for batch in order]
 
 
-def test_another_number_of_workers_goes_on(data: str) -> None:
+def test_another_number_of_workers_continues(data: str) -> None:
     """The same ranks continue with two workers after none, if that is allowed."""
     plan = Plan(
         options={"elastic": True},
@@ -216,7 +216,7 @@ def test_another_number_of_workers_goes_on(data: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_ranks_go_on_with_a_data_set_that_is_shared(data: str) -> None:
+def test_other_ranks_continue_with_a_data_set_that_is_shared(data: str) -> None:
     """Other ranks continue a shared data set, even at its epoch's start, before a validation with another epoch."""
     made: dict[int, Indexed] = {}
 

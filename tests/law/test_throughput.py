@@ -15,11 +15,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.adapters import compat as adapters
-from tests.hook_saves import NAME, assert_goes_on_from, saver
+from tests.hook_saves import NAME, assert_continues_from, saver
 from tests.kills import run_whole_and_killed
 from tests.processes import run
-from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, eight_batches, fit_eight, fit_net
+from tests.rank_runs import RankNet, assert_ranks_continue, for_ranks
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_continues, each_cut, eight_batches, fit_eight, fit_net
 
 pytestmark = for_ranks
 
@@ -70,9 +70,9 @@ def rows(directory: Path) -> list[dict[str, str]]:
         return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "after"])
 @each_cut
-def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path) -> None:
+def test_counters_times_and_rates_continue(cut: Cut, in_front: bool, tmp_path: Path) -> None:
     """Each row equals the uninterrupted run's, including validation rows and the first row after the resume."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -90,14 +90,14 @@ def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path
 
 def test_the_clock_is_no_difference() -> None:
     """The law does not compare the times in a monitor's state, which differ in every run."""
-    assert_goes_on(FIRST_EPOCH, users=lambda: [monitor()], module=Measured, log_every_n_steps=100)
+    assert_continues(FIRST_EPOCH, users=lambda: [monitor()], module=Measured, log_every_n_steps=100)
 
 
 @pytest.mark.slow
 def test_only_the_first_rank_counts() -> None:
     """With two ranks, one of which keeps no state, both continue."""
     module = type("MeasuredRank", (RankNet,), {"flops_per_batch": 64})
-    assert_ranks_go_on(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
+    assert_ranks_continue(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
 
 
 def test_times_that_a_mock_counts_are_all_the_monitors(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_saved_in_front_of_its_hook() -> None:
     def users() -> list[Callback]:
         return [Moves(), saver("on_validation_end", 0), monitor()]
 
-    assert_goes_on_from("on_validation_end", users=users, module=Measured, train=eight_batches, val_check_interval=4)
+    assert_continues_from("on_validation_end", users=users, module=Measured, train=eight_batches, val_check_interval=4)
 
 
 def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> None:

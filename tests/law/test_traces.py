@@ -224,7 +224,7 @@ def test_second_sigint_stops_at_once(tmp_path: Path) -> None:
     assert told(tmp_path, "after") == []
 
 
-def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
+def test_no_code_after_fit_runs_after_a_stop(tmp_path: Path) -> None:
     """A stop ends the process: the script does not continue as if training were finished."""
 
     def main() -> None:

@@ -15,8 +15,8 @@ from tests.runs import (
     Fetches,
     Net,
     TwoLoaders,
-    assert_goes_on,
-    assert_loader_goes_on,
+    assert_continues,
+    assert_loader_continues,
     each_cut,
     each_num_workers,
     each_short_cut,
@@ -37,7 +37,7 @@ def pair(num_workers: int, **arguments: Any) -> dict[str, DataLoader[Any]]:
 @each_num_workers
 def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
     """With a dict of loaders, the short one cycled, the resumed run is the rest of the uninterrupted one."""
-    assert_goes_on(cut, train=lambda: pair(num_workers), module=TwoLoaders)
+    assert_continues(cut, train=lambda: pair(num_workers), module=TwoLoaders)
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
@@ -46,20 +46,20 @@ def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
 def test_mode_of_a_combined_loader(mode: str, num_workers: int) -> None:
     """A run resumes in a later epoch, with the short loader exhausted or in its second cycle."""
     cut = Cut(kill=14, every=13, goes_on_at=(1, 5))
-    assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), mode), module=TwoLoaders)
+    assert_continues(cut, train=lambda: CombinedLoader(pair(num_workers), mode), module=TwoLoaders)
 
 
 @each_num_workers
 def test_shortest_loader_ends_the_epoch(num_workers: int) -> None:
     """With ``min_size`` an epoch has 3 batches; the long loader is left midway each time."""
     cut = Cut(kill=5, every=4, goes_on_at=(1, 1))
-    assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), "min_size"), module=TwoLoaders, max_epochs=3)
+    assert_continues(cut, train=lambda: CombinedLoader(pair(num_workers), "min_size"), module=TwoLoaders, max_epochs=3)
 
 
 def test_persistent_workers_of_several_loaders() -> None:
     """Persistent workers continue over cycles and epochs with their random states."""
     cut = Cut(kill=21, every=20, goes_on_at=(2, 4))
-    assert_goes_on(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
+    assert_continues(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
 
 
 class Nested(Net):
@@ -77,7 +77,7 @@ def test_nested_loaders(cut: Cut) -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)
 
-    assert_goes_on(cut, train=lambda: [loader(), {"a": loader(), "b": loader()}], module=Nested)
+    assert_continues(cut, train=lambda: [loader(), {"a": loader(), "b": loader()}], module=Nested)
 
 
 UNSIZED: dict[str, Callable[[int, int], Any]] = {
@@ -93,7 +93,7 @@ UNSIZED: dict[str, Callable[[int, int], Any]] = {
 @pytest.mark.parametrize("name", UNSIZED)
 def test_loader_without_a_length(name: str, num_workers: int, cut: Cut) -> None:
     """The batch that Lightning fetches ahead is fetched again under the random states of its first fetch."""
-    assert_loader_goes_on(cut, num_workers, train=lambda num_rows: UNSIZED[name](num_rows, num_workers))
+    assert_loader_continues(cut, num_workers, train=lambda num_rows: UNSIZED[name](num_rows, num_workers))
 
 
 @pytest.mark.parametrize(("kill", "batch"), [(11, 2), (12, 3), (13, 4)])
@@ -105,7 +105,7 @@ def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int
         return {**pair(num_workers), "long": Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)}
 
     cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, batch))
-    assert_goes_on(cut, train=loaders, module=TwoLoaders)
+    assert_continues(cut, train=loaders, module=TwoLoaders)
 
 
 @each_cut
@@ -116,7 +116,7 @@ def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut
     def train(num_rows: int) -> Any:
         return Unsized(HoldingDataset(2 * num_rows), batch_size=4, shuffle=True, num_workers=num_workers)
 
-    assert_loader_goes_on(cut, num_workers, train=train, limit_train_batches=8 if num_workers else 5)
+    assert_loader_continues(cut, num_workers, train=train, limit_train_batches=8 if num_workers else 5)
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
@@ -124,7 +124,7 @@ def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut
 @each_num_workers
 def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
     """With ``training_step(self, dataloader_iter)``, the position counts fetches of finished steps."""
-    assert_loader_goes_on(
+    assert_loader_continues(
         cut,
         num_workers,
         train=lambda num_rows: DataLoader(
@@ -139,7 +139,7 @@ def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
 def test_two_fetches_a_step(num_workers: int) -> None:
     """A step may fetch twice: an epoch of 8 batches has 4 steps."""
     cut = Cut(kill=6, every=5, goes_on_at=(1, 1))
-    assert_goes_on(
+    assert_continues(
         cut,
         train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
         module=lambda: Fetches(2),

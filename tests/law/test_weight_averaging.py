@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_faulttolerant.testing import KillAt
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.runs import Net, RaiseAt, assert_exact, eight_batches
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
@@ -104,7 +104,7 @@ def test_extra_state_beside_an_exponential_average() -> None:
     assert (cost.exit_code, cost.epoch, cost.batch) == (143, 0, 5)
 
 
-@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "after"])
 @pytest.mark.parametrize(
     ("hook", "at"), [("on_train_batch_end", 7), ("on_train_epoch_end", 0), ("on_validation_end", 1)]
 )
@@ -112,11 +112,11 @@ def test_saved_beside_an_exponential_average(hook: str, at: int, in_front: bool)
     """A checkpoint that other code saves in a hook, before the average's or after it, continues exactly."""
     users = ema(update_starting_at_epoch=0)
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
-    assert_goes_on_from(hook, users=both, max_epochs=3)
+    assert_continues_from(hook, users=both, max_epochs=3)
 
 
 def test_saved_with_swapped_weights_is_refused() -> None:
     """A checkpoint from inside a validation run has swapped weights, so resuming from it is refused."""
     hook = "on_validation_batch_end"
     with pytest.raises(AssertionError, match=r"NotExactError.*can't be resumed exactly.*parameters have changed"):
-        assert_goes_on_from(hook, users=lambda: [*ema()(), saver(hook, 1)])
+        assert_continues_from(hook, users=lambda: [*ema()(), saver(hook, 1)])

@@ -78,7 +78,7 @@ def test_killed_in_test_after_fit(tmp_path: Path) -> None:
     assert told(tmp_path / "killed", "draw") == told(tmp_path / "whole", "draw")
 
 
-def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
+def test_a_run_that_ended_normally_starts_over(tmp_path: Path) -> None:
     """When the process ends normally its autosaves are gone: the next run of the command is a new one."""
 
     def main() -> None:
@@ -92,7 +92,7 @@ def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
     assert told(tmp_path, "batches") == [10, 10]
 
 
-def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
+def test_more_epochs_continue_from_the_end(tmp_path: Path) -> None:
     """A finished fit that gets more epochs trains only those, like one long fit."""
 
     def main(max_epochs: int, kill: bool) -> None:

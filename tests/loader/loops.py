@@ -130,6 +130,6 @@ def listed(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, Tensor) else batch
 
 
-def behind(events: list[Event], saved: Saved) -> list[Event]:
+def after(events: list[Event], saved: Saved) -> list[Event]:
     """Return the events from a position on."""
     return [event for event in events if event[:2] >= (saved.epoch, saved.batch)]

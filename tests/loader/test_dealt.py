@@ -164,7 +164,7 @@ def test_larger_batches_of_fewer_ranks_are_the_same() -> None:
     assert states[0]["consumed"] == len(expected)
 
 
-def test_new_workers_draw_anew() -> None:
+def test_new_workers_draw_again() -> None:
     """The workers of new ranks draw no number that any rank drew in this epoch, and the same numbers at each resume."""
     consumed, states = Ranks(1, 2, num_workers=2).run(3)
     found = []
@@ -177,7 +177,7 @@ def test_new_workers_draw_anew() -> None:
     assert len(set(draws)) == len(draws)
 
 
-def test_other_workers_go_on_in_the_order() -> None:
+def test_other_workers_continue_in_the_order() -> None:
     """With a different number of workers the order continues, and new workers draw no number that was drawn before."""
     for before, after in ((2, 0), (0, 3), (2, 3)):
         expected = permutation(1)

@@ -63,7 +63,7 @@ SAMPLERS = {
     "shuffled": lambda: RandomSampler(range(9)),
     "batches": lambda: BatchSampler(RandomSampler(range(9)), 2, drop_last=False),
     "drawn one by one": ThreadedRandom,
-    "generator of its own": lambda: RandomSampler(range(9), generator=torch.Generator().manual_seed(0)),
+    "its own generator": lambda: RandomSampler(range(9), generator=torch.Generator().manual_seed(0)),
 }
 
 
@@ -143,7 +143,7 @@ def test_epoch_of_the_sampler_is_put_back() -> None:
     assert fresh.sampler.epoch == 4
 
 
-def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
+def test_sampler_with_its_own_state_is_found_out() -> None:
     """When it is started again, it yields other indices: this raises an error that names it and gives the remedy."""
     sampler = Counting()
     sampler.num_iterations = 5  # earlier epochs
@@ -153,7 +153,7 @@ def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
         resume(Counting(), safe(record_state(side.record)), 1)
 
 
-def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.LogCaptureFixture) -> None:
+def test_sampler_with_its_own_state_is_noted_without_strict(caplog: pytest.LogCaptureFixture) -> None:
     """Without strict this is a warning and a note in the report, and the batches in flight are handed out again."""
     sampler = Counting()
     sampler.num_iterations = 5
@@ -207,7 +207,7 @@ class ChunkShuffle:
 
 @pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle])
 @pytest.mark.parametrize("cuts", [(1,), (5,), (13,), (29,), (4, 17)])
-def test_sampler_that_draws_as_it_goes_goes_on_exactly(sampler: type, cuts: tuple[int, ...]) -> None:
+def test_sampler_that_draws_as_it_goes_continues_exactly(sampler: type, cuts: tuple[int, ...]) -> None:
     """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
 
     def others_draw() -> None:

@@ -25,7 +25,7 @@ def rest(loader: ResumableDataLoader[Any], states: list[Any] | None = None) -> l
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_state_that_was_loaded_last_is_gone_on_from(num_workers: int) -> None:
+def test_the_state_that_was_loaded_last_is_continued_from(num_workers: int) -> None:
     """Nothing is left of the state that was loaded first, wherever in their epochs the two are."""
 
     def make() -> ResumableDataLoader[Any]:

@@ -86,7 +86,7 @@ LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_loader_goes_on_behind_its_batches(kind: str, num_workers: int) -> None:
+def test_loader_continues_after_its_batches(kind: str, num_workers: int) -> None:
     """Its order and its data set's draws are those of the uninterrupted loop, in later epochs too."""
 
     def make() -> ResumableDataLoader[Any]:

@@ -161,7 +161,7 @@ def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() ->
         assert [(listed(batch), *own_draws()) for batch in batches] == reference
 
 
-def test_a_loop_left_by_break_goes_on_behind_its_last_batch() -> None:
+def test_a_loop_left_by_break_continues_after_its_last_batch() -> None:
     """A state taken after the loop, as for a stop, has the rest of the epoch."""
     seed(1)
     whole = [listed(batch) for batch in small()]
@@ -330,7 +330,7 @@ def test_a_sampler_whose_loader_was_given_a_state_can_be_pickled() -> None:
         assert (again.epoch, sampler.epoch) == (3, 0)
 
 
-def test_what_is_set_behind_a_load_takes_effect() -> None:
+def test_what_is_set_after_a_load_takes_effect() -> None:
     """An attribute that is set between a load and the first iteration takes effect, and the place stays loaded."""
     seed(1)
     loader = small()
@@ -343,7 +343,7 @@ def test_what_is_set_behind_a_load_takes_effect() -> None:
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_sampler_that_is_told_by_in_epoch_goes_on(counts: bool) -> None:
+def test_a_sampler_that_is_told_by_in_epoch_continues(counts: bool) -> None:
     """The sampler's own epochs and the loader's continue together, even if the loop counts in the sampler."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:

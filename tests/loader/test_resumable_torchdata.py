@@ -32,7 +32,7 @@ def epoch_of(loader: ResumableDataLoader[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"worker_rng": "per_sample", "seed": 3}])
-def test_a_first_state_begins_anew_with_living_workers(arguments: dict[str, Any]) -> None:
+def test_a_first_state_starts_over_with_living_workers(arguments: dict[str, Any]) -> None:
     """A state from before the first iteration continues with other workers than those that have drawn since."""
     seed(1)
     loader = small(num_workers=2, persistent_workers=True, **arguments)

@@ -79,7 +79,7 @@ def test_digest_of_an_object_that_holds_itself_ends() -> None:
     assert sample_digest(ring) == sample_digest(ring)
 
 
-def test_digest_goes_on_from_the_one_before() -> None:
+def test_digest_continues_from_the_one_before() -> None:
     """A running digest distinguishes the same samples in another order."""
     assert sample_digest("b", sample_digest("a")) != sample_digest("a", sample_digest("b"))
 

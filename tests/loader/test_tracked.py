@@ -33,7 +33,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
-from tests.loader.loops import Drawing, behind, full_state, listed, loop, safe, seed, tracked_loop
+from tests.loader.loops import Drawing, after, full_state, listed, loop, safe, seed, tracked_loop
 
 # Three workers on a machine with two cores, as on a small test machine.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
@@ -67,7 +67,7 @@ def test_every_cut_resumes_exactly(workers: str) -> None:
     for number, cut in enumerate(saved):
         seed(100 + number)
         resumed, _ = tracked_loop(make(Drawing(7)), num_epochs=3, resume=cut)
-        assert resumed == behind(reference, cut), f"cut before batch {cut.batch} of epoch {cut.epoch}"
+        assert resumed == after(reference, cut), f"cut before batch {cut.batch} of epoch {cut.epoch}"
 
 
 @pytest.mark.parametrize("workers", ["2 workers", "3 persistent workers"])
@@ -80,11 +80,11 @@ def test_resumed_run_is_cut_again(workers: str) -> None:
     _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
     seed(2)
     resumed, again = tracked_loop(make(Drawing(8)), num_epochs=1, resume=saved[4], save=True)
-    assert resumed == behind(reference[:8], saved[4])
+    assert resumed == after(reference[:8], saved[4])
     for cut in again[::2]:
         seed(3)
         twice, _ = tracked_loop(make(Drawing(8)), num_epochs=2, resume=cut)
-        assert twice == behind(reference, cut), f"cut again before batch {cut.batch}"
+        assert twice == after(reference, cut), f"cut again before batch {cut.batch}"
 
 
 def generator(number: int) -> torch.Generator:
@@ -135,7 +135,7 @@ def test_every_sampler_resumes_exactly(sampler: str, length: int, batch_size: in
     cut = saved[min(int(place * len(saved)), len(saved) - 1)]
     seed(number + 1)
     resumed, _ = tracked_loop(make(), num_epochs=3, resume=cut)
-    assert resumed == behind(reference, cut)
+    assert resumed == after(reference, cut)
 
 
 @pytest.mark.parametrize("sampler", ["generator of the loader", "with replacement", "no batching", "distributed"])
@@ -154,7 +154,7 @@ def test_samplers_resume_with_workers(sampler: str) -> None:
     for cut in saved[1:6:2]:
         seed(2)
         resumed, _ = tracked_loop(make(), num_epochs=2, resume=cut)
-        assert resumed == behind(reference, cut)
+        assert resumed == after(reference, cut)
 
 
 @pytest.mark.parametrize("workers", ["no workers", "2 workers", "2 persistent workers"])
@@ -310,7 +310,7 @@ def test_loader_of_the_users_own_class_resumes_exactly(workers: str) -> None:
         state = safe(cut.state)
         tracker.load_state_dict(state["loader"])
         found = [listed(batch)[0][0] for batch in tracked]
-        assert found == [event[2][0][0] for event in behind(reference, cut) if event[0] == cut.epoch]
+        assert found == [event[2][0][0] for event in after(reference, cut) if event[0] == cut.epoch]
 
 
 @pytest.mark.parametrize("workers", ["no workers", "2 persistent workers"])
@@ -363,7 +363,7 @@ def test_loader_made_of_the_copys_class_is_its_own(kind: type[DataLoader[Any]]) 
     assert list(other._index_sampler) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_class_that_goes_round_is_told() -> None:
+def test_class_that_goes_round_is_reported() -> None:
     """A subclass that calls DataLoader's own `__iter__` past ours can't be followed: the error says how it can be."""
 
     class Rude(DataLoader[Any]):
@@ -411,7 +411,7 @@ def with_living_workers() -> DataLoader[Any]:
 
 REASONS: dict[str, tuple[Callable[[], object], str]] = {
     "list": (lambda: [1, 2], "its class list is not a torch DataLoader"),
-    "state of its own": (lambda: Stateful(Drawing(2)), "a Stateful keeps its own state"),
+    "its own state": (lambda: Stateful(Drawing(2)), "a Stateful keeps its own state"),
     "out of order": (lambda: DataLoader(Drawing(2), num_workers=1, in_order=False), "set in_order=True"),
     "living workers": (with_living_workers, "already has its own iterator"),
     "iterator made at once": (lambda: Eager(Drawing(2)), "already has its own iterator"),
@@ -446,7 +446,7 @@ class Swelling(Dataset[int]):
         return index
 
 
-def test_worker_state_that_does_not_fit_is_told() -> None:
+def test_worker_state_that_does_not_fit_is_reported() -> None:
     """A state that outgrows its slot raises when it is read; another state is never resumed."""
     loader = DataLoader(Swelling(), num_workers=1)
     tracker = TrackedLoader(loader)
@@ -607,7 +607,7 @@ def _signals_that_arrive() -> list[signal.Signals]:
     return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
 
-def test_workers_go_on_through_signals_until_told() -> None:
+def test_workers_continue_through_signals_until_told() -> None:
     """A signal to the whole process group doesn't end workers; once they are released, SIGTERM does."""
     loader = DataLoader(Drawing(40), batch_size=1, num_workers=2)
     tracker = TrackedLoader(loader)
@@ -685,7 +685,7 @@ def test_spawned_workers_resume_exactly() -> None:
     assert events == reference
     seed(2)
     resumed, _ = tracked_loop(make(Drawing(7)), num_epochs=1, resume=saved[3])
-    assert resumed == behind(reference, saved[3])
+    assert resumed == after(reference, saved[3])
 
 
 def test_tensor_data_sets_and_other_collate_functions_pass() -> None:

@@ -61,7 +61,7 @@ def test_killed_run_does_work_again() -> None:
     }
 
 
-def test_autosave_written_behind_training_has_the_state_of_before() -> None:
+def test_autosave_written_in_background_has_the_state_of_before() -> None:
     """Training that continued while an autosave was written is lost with the process."""
     story = Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).alive()
     story.begin().start(resumed=0, name=story.newest, batch=1).train(10).end()
@@ -182,7 +182,7 @@ def again_in(story: Story) -> list[tuple[int, int, bool]]:
     return [(each.process + 1, each.num_again, each.was_killed) for each in chapter_report(chapter).continued]
 
 
-def test_validation_is_time_of_its_own() -> None:
+def test_validation_has_its_own_time() -> None:
     """A validation run counts, apart from training, without the autosaves that it waits for."""
     story = Story().begin().start().train(100).validate(30, 9, ends=False).autosave(seconds=2).validate(10).train(50)
     story.validate(5).end().done()

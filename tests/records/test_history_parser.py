@@ -49,14 +49,14 @@ def test_what_was_restored_is_read() -> None:
     assert (resumed.seconds, resumed.exact, resumed.not_exact, resumed.continues) == (2.5, ("weights",), (), True)
 
 
-def test_start_behind_the_end_of_a_script_is_a_new_chapter() -> None:
+def test_start_after_the_end_of_a_script_is_a_new_chapter() -> None:
     """A script that finished and is run again begins again."""
     story = Story().begin().start().end().done().wait(9).begin().start().train(3).end().done()
     assert shape_of(story) == [[[1]], [[1]]]
     assert [chapter.done for chapter in chapters_of(story)] == [1000, 1012]
 
 
-def test_start_that_does_not_go_on_is_a_new_chapter() -> None:
+def test_start_that_does_not_continue_is_a_new_chapter() -> None:
     """A start that ignores an existing autosave is a new chapter; without an autosave to resume from, it is not."""
     story = Story().begin().start().autosave().train(1).begin().start().end()
     assert shape_of(story) == [[[1]], [[1]]]

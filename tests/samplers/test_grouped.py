@@ -136,7 +136,7 @@ def test_loading_gives_the_same_state(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_originals_state_goes_on_here(ranks: int) -> None:
+def test_the_originals_state_continues_here(ranks: int) -> None:
     """The samples that its ranks consumed, in batches that each formed from its own part, do not come again."""
     groups = [i * i % 5 for i in range(48)]
     consumed: set[int] = set()
@@ -298,7 +298,7 @@ def test_other_groups_are_refused_with_both_values(caplog: pytest.LogCaptureFixt
     assert sampler.progress == 2
 
 
-def test_groups_may_be_anything_that_can_be_told_apart() -> None:
+def test_groups_may_be_anything_that_can_be_distinguished() -> None:
     """Strings, numbers, and tensors of them give the same batches."""
     expected = list(grouped([0, 1, 0, 1, 0], 2))
     assert list(grouped(["a", "b", "a", "b", "a"], 2)) == expected

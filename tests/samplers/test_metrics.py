@@ -34,7 +34,7 @@ def test_values_are_reduced_by_the_chosen_operation(reduce_op: str, expected: fl
     assert metrics.reduce().agg["x"] == expected
 
 
-def test_each_name_may_have_an_operation_of_its_own() -> None:
+def test_each_name_may_have_its_own_operation() -> None:
     """Names without an operation are summed."""
     metrics = MetricsTracker({"best": "max"})
     metrics.update({"best": 3, "n": 3}).update({"best": 2, "n": 2})
@@ -190,7 +190,7 @@ def test_fault_the_state_is_refused_by_a_safe_load_and_aliases_the_tracker() -> 
     assert len(again.epoch_reports) == 1
 
 
-def test_the_originals_state_goes_on_here() -> None:
+def test_the_originals_state_continues_here() -> None:
     """The original's sums are taken, a tracker that does not sum says so, and anything but a state is refused."""
     state = {"epoch_reports": [{"loss": 1.0}], "agg": {"loss": 2.0}}
     metrics = MetricsTracker().load_state_dict(state).update({"loss": 1}).reduce()

@@ -170,7 +170,7 @@ def test_another_number_of_ranks_may_be_refused() -> None:
     assert same.progress == 4
 
 
-def test_fault_len_is_that_of_the_whole_epoch_behind_a_resume() -> None:
+def test_fault_len_is_that_of_the_whole_epoch_after_a_resume() -> None:
     """The remaining length is available, and len returns it with len_mode="remaining"."""
     for mode, expected in (("full", 5), ("remaining", 3)):
         sampler = sampler_of(10, ranks=2, len_mode=mode)
@@ -237,7 +237,7 @@ def test_fault_single_lets_an_epoch_be_left_in_its_middle() -> None:
         sampler.set_epoch(1)
 
 
-def test_fault_single_has_the_length_of_the_whole_epoch_behind_a_resume() -> None:
+def test_fault_single_has_the_length_of_the_whole_epoch_after_a_resume() -> None:
     """The remaining length is available."""
     sampler = InterruptibleSampler(range(10), len_mode="remaining")
     sampler.advance(4)

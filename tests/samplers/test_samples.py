@@ -190,7 +190,7 @@ def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
     assert (sampler.epoch, sampler.progress) == (1, 0)
 
 
-def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
+def test_the_next_epoch_may_be_set_after_a_restored_one() -> None:
     """The next epoch may be set once the restored one is consumed, in loops that call set_epoch themselves."""
     sampler = sampler_of(10)
     sampler.load_state_dict({"progress": 4, "epoch": 0})
@@ -200,7 +200,7 @@ def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
     assert (sampler.epoch, sampler.progress) == (1, 0)
 
 
-def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
+def test_reset_progress_after_the_end_goes_to_the_next_epoch() -> None:
     """As the original's users do it, a state saved after it does not repeat the epoch."""
     sampler = sampler_of(10)
     sampler.advance(10)
@@ -250,7 +250,7 @@ def test_an_exception_keeps_the_position() -> None:
     assert (sampler.epoch, sampler.progress) == (1, 4)
 
 
-def test_iterating_behind_the_end_begins_the_next_epoch() -> None:
+def test_iterating_after_the_end_begins_the_next_epoch() -> None:
     """A loop without set_epoch goes through epochs 0, 1, 2 in their orders."""
     sampler, expected = sampler_of(10), sampler_of(10)
     for epoch in range(3):
@@ -334,7 +334,7 @@ def test_a_seed_of_numpys_becomes_pythons() -> None:
 # States of the original
 
 
-def test_the_originals_state_goes_on_here() -> None:
+def test_the_originals_state_continues_here() -> None:
     """The original's progress is that of this rank among the current number of ranks."""
     for rank in range(3):
         sampler = sampler_of(20, ranks=3, rank=rank)
@@ -355,7 +355,7 @@ def test_the_originals_order_of_later_epochs_is_announced() -> None:
 # The sampler of one rank
 
 
-def test_single_gives_torchs_order_and_goes_on() -> None:
+def test_single_gives_torchs_order_and_continues() -> None:
     """Each epoch is that of a DistributedSampler of one rank, and a state continues in it, also one of the original."""
     sampler = InterruptibleSampler(range(10), seed=3)
     expected: Any = DistributedSampler(range(10), 1, 0, seed=3)

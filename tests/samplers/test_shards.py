@@ -196,7 +196,7 @@ def test_fault_everything_is_decoded_again_at_each_start(root: Path) -> None:
         dataset_of(root, lazy=True, device_id="cpu")
 
 
-def test_empty_trees_are_told(tmp_path: Path) -> None:
+def test_empty_trees_are_reported(tmp_path: Path) -> None:
     """A directory without classes, and a class without samples, are named."""
     with pytest.raises(FileNotFoundError, match="no sub-directories"):
         dataset_of(tmp_path)

@@ -206,7 +206,7 @@ def test_generator_is_found_at_each_place(place: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_goes_on_in_another_process(kind: str) -> None:
+def test_each_kind_continues_in_another_process(kind: str) -> None:
     """In a fresh object with another seed, a generator of each kind continues where the saved one was."""
     saved, fresh = Holder(rng=KINDS[kind](1)), Holder(rng=KINDS[kind](2))
     draw(saved.rng)
@@ -269,7 +269,7 @@ def test_attribute_that_is_not_there_yet_is_made() -> None:
 
 
 @pytest.mark.parametrize("draws", [True, False])
-def test_generator_that_its_object_replaces_unused_is_told(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_generator_that_its_object_replaces_unused_is_reported(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
     """If an object creates its generator together with another attribute and so replaces it, this is reported once."""
     fresh = Holder(rng=None)
     held = HeldGenerators({"dataset": fresh})

@@ -138,7 +138,7 @@ def test_a_sole_rank_computes_the_value_of_all() -> None:
 
 
 @pytest.mark.parametrize(("make", "name"), [(Custom, "product"), (PearsonCorrCoef, "corr_xy")])
-def test_a_reduction_of_its_own_is_named(make: Callable[[], Metric], name: str) -> None:
+def test_a_custom_reduction_is_named(make: Callable[[], Metric], name: str) -> None:
     """A state that only all the old ranks together could reduce is named, unless nothing was counted yet."""
     before = [Module(make()) for _ in range(2)]
     assert merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0)[1] == []

@@ -76,7 +76,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("computes", [False, True])
-def test_metrics_go_on(cut: int, computes: bool) -> None:
+def test_metrics_continue(cut: int, computes: bool) -> None:
     """After any number of updates, computed in between or not, a fresh module continues to the same results."""
     uninterrupted = Module()
     for seed in range(cut):

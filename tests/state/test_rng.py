@@ -45,7 +45,7 @@ def _seeded() -> Iterator[None]:
 
 
 @given(before=draws, between=draws, after=draws)
-def test_draws_go_on_alike(before: list[str], between: list[str], after: list[str]) -> None:
+def test_draws_continue_alike(before: list[str], between: list[str], after: list[str]) -> None:
     """After any draws, a restored state yields the draws that followed it, whatever was drawn in between."""
     for name in before:
         DRAWS[name]()

@@ -34,7 +34,7 @@ def _words(one: Any) -> list[int]:
 
 
 @each_holder
-def test_children_go_on_in_another_process(make: Callable[[Any], Any]) -> None:
+def test_children_continue_in_another_process(make: Callable[[Any], Any]) -> None:
     """In a new process, an object that the system has seeded spawns the children that the saved one spawns next."""
     saved, fresh = {"rng": make(None)}, {"rng": make(None)}
     draw(saved["rng"])

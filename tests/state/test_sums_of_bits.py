@@ -34,8 +34,8 @@ def test_last_bit_of_one_element_is_seen(name: str) -> None:
         other += 1
     else:
         bits[-1] ^= 1
-    before, behind = sums_of_bits(TENSORS), sums_of_bits({**TENSORS, name: other})
-    assert {n for n in TENSORS if before[n] != behind[n]} == {name}
+    before, after = sums_of_bits(TENSORS), sums_of_bits({**TENSORS, name: other})
+    assert {n for n in TENSORS if before[n] != after[n]} == {name}
 
 
 def test_copies_have_the_same_sums() -> None:

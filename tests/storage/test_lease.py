@@ -97,7 +97,7 @@ def test_lock_is_held_and_given_back(remote_url: str) -> None:
         held.check()
 
 
-def test_lock_is_given_back_behind_an_exception(remote_url: str) -> None:
+def test_lock_is_given_back_after_an_exception(remote_url: str) -> None:
     """An error inside the block must not keep others out."""
     with pytest.raises(KeyError), RunLease(remote_url):
         raise KeyError

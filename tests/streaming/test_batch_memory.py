@@ -52,7 +52,7 @@ def places_of(loader: StreamingDataLoader) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 5, "drop_last": True}])
 def test_batches_are_those_of_the_main_process(directory: Path, options: dict[str, Any]) -> None:
-    """All batches of two epochs are equal, kept together or not, and each array has memory of its own size."""
+    """All batches of two epochs are equal, kept together or not, and each array has memory of its size."""
     expected = list(loader_of(directory, num_workers=0))
     loader = loader_of(directory, **options)
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_parts_that_a_child_has_are_never_used_again() -> None:
     assert filled.num_free() == 1
 
 
-def test_child_reads_its_batch_while_training_goes_on(directory: Path) -> None:
+def test_child_reads_its_batch_during_training(directory: Path) -> None:
     """A process that draws a batch while training continues sees that batch, not a later one."""
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()

@@ -248,7 +248,7 @@ def test_an_epoch_may_have_another_size(directory: str) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
-def test_a_copy_is_a_data_set_of_its_own(directory: str, copied: Any) -> None:
+def test_a_copy_is_another_data_set(directory: str, copied: Any) -> None:
     """A copy reads the same samples, and has its own epochs."""
     dataset = StreamingDataset(directory, shuffle=True)
     first = numbers(dataset)
@@ -379,7 +379,7 @@ def test_each_iteration_is_the_next_epoch_under_any_loader(directory: str, optio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_are_started_anew_hear_where_they_begin(directory: str, persistent: bool) -> None:
+def test_workers_that_are_started_again_learn_where_they_begin(directory: str, persistent: bool) -> None:
     """Spawned workers, which inherit nothing, read the epoch of the main process, also when resumed."""
     whole = _plain(directory)
     expected = [batches(whole), batches(whole)]

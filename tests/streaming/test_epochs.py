@@ -54,7 +54,7 @@ def _same(epoch: int, sample: int) -> tuple[int, int]:
     return epoch, sample
 
 
-def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_waits_for_worker_0_of_the_same_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """What worker 0 of another iterator has announced does not count, and after a time an error names worker 0."""
     monkeypatch.setattr(epochs, "_WAIT_SECONDS", 0.05)
     first = EpochBook(Seeding(seed=1))

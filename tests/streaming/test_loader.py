@@ -119,7 +119,7 @@ def test_the_length_stays_that_of_a_whole_epoch(directory: str) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: bool) -> None:
+def test_epochs_continue_after_a_resume_with_workers(directory: str, persistent: bool) -> None:
     """With workers, persistent or not, the rest of the epoch follows, then whole epochs, as without an interruption."""
     whole = _loader(directory)
     expected = [batches(whole) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: b
     assert first + batches(loader) == expected[1]
 
 
-def test_an_iteration_that_was_left_early_can_be_gone_on_with(directory: str) -> None:
+def test_an_iteration_that_was_left_early_can_be_continued_with(directory: str) -> None:
     """After an early exit, the next iteration is the whole next epoch or, with its state loaded, the current rest."""
     whole = _loader(directory)
     expected = [batches(whole), batches(whole)]
@@ -164,7 +164,7 @@ def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_
     assert _place(loader.state_dict()) == (1, 0)
 
 
-def test_a_state_loaded_behind_a_batch_ends_the_iterator(directory: str) -> None:
+def test_a_state_loaded_after_a_batch_ends_the_iterator(directory: str) -> None:
     """An iterator that has yielded batches raises after a state was loaded, since it would silently jump."""
     loader = _loader(directory)
     made = iter(loader)

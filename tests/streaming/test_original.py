@@ -64,7 +64,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_run_of_the_original_goes_on_here(read: tuple[str, dict[str, Any]], order: str) -> None:
+def test_a_run_of_the_original_continues_here(read: tuple[str, dict[str, Any]], order: str) -> None:
     """The original's epochs are ours, batch for batch, and its state resumes at the next batch."""
     directory, found = read[0], read[1][order]
     loader = StreamingDataLoader(StreamingDataset(directory, **ORDERS[order]), batch_size=BATCH_SIZE)
@@ -76,7 +76,7 @@ def test_a_run_of_the_original_goes_on_here(read: tuple[str, dict[str, Any]], or
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_original_goes_on_from_a_state_of_ours(read: tuple[str, dict[str, Any]], order: str) -> None:
+def test_the_original_continues_from_a_state_of_ours(read: tuple[str, dict[str, Any]], order: str) -> None:
     """The original resumes at our state, with the batch after ours."""
     found = read[1][order]
     assert found["rest"] == found["second"][NUM_BATCHES + 1 :]

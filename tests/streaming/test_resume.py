@@ -50,7 +50,7 @@ def _cut(epochs: Iterator[tuple[int, list[int]]], num_batches: int) -> list[tupl
     parts=st.sampled_from([None, 1, 3]),
     is_same_loader=st.booleans(),
 )
-def test_a_run_that_is_cut_anywhere_goes_on(
+def test_a_run_that_is_cut_anywhere_continues(
     directory: str,
     cuts: list[int],
     batch_size: int,
@@ -83,7 +83,9 @@ def test_a_run_that_is_cut_anywhere_goes_on(
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_run_with_workers_goes_on_with_any_number_of_them(directory: str, num_workers: int, persistent: bool) -> None:
+def test_a_run_with_workers_continues_with_any_number_of_them(
+    directory: str, num_workers: int, persistent: bool
+) -> None:
     """The batches are those without workers, cut in the middle and at the end of epochs, and with other workers."""
     expected = list(_epochs(_loader(directory), until=NUM_EPOCHS))
     assert len(expected) == 24
@@ -132,7 +134,9 @@ def _global_batches(
     num_steps=st.integers(1, 3),
     parts=st.sampled_from([1, 2]),
 )
-def test_a_run_goes_on_with_any_number_of_ranks(directory: str, worlds: list[int], num_steps: int, parts: int) -> None:
+def test_a_run_continues_with_any_number_of_ranks(
+    directory: str, worlds: list[int], num_steps: int, parts: int
+) -> None:
     """At an equal global batch, each global step has the same samples, whatever the number of ranks and its changes."""
     expected, _ = _global_batches(directory, None, num_ranks=1, batch_size=12, num_steps=99, num_canonical_nodes=parts)
     state, done = None, 0
@@ -153,7 +157,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(directory: str, worlds: list[int
             done += 1
 
 
-def test_another_global_batch_goes_on_behind_the_last_sample(directory: str) -> None:
+def test_another_global_batch_continues_after_the_last_sample(directory: str) -> None:
     """With another global batch, no sample of the epoch is lost or read again."""
     before, state = _global_batches(directory, None, num_ranks=2, batch_size=5, num_steps=3)
     after, _ = _global_batches(directory, state, num_ranks=1, batch_size=7, num_steps=5)

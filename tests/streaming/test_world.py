@@ -108,7 +108,7 @@ def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_workers_that_are_started_anew_are_told_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_started_again_are_told_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A spawned worker does not see the process group, so the main process passes its rank on."""
     dataset = StreamingDataset(write(tmp_path / "data", 40), batch_size=4)
     world = World(rank=1, num_ranks=2, ranks_per_node=2)

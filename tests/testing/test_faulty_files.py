@@ -234,7 +234,7 @@ def test_everything_is_put_back(tmp_path, fault):
     assert all(after[name] is before[name] for name in before)
 
 
-def test_file_that_outlives_the_block_goes_on(tmp_path):
+def test_file_that_outlives_the_block_continues(tmp_path):
     """A file that is still open when the block ends must write and close as any file, and must no longer be counted."""
     with FaultyFiles(tmp_path, fail_with(errno.EIO), kind=("write", "close")) as files:
         file = open(tmp_path / "a", "wb")  # noqa: SIM115

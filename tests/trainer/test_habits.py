@@ -127,7 +127,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("level", "is_shown"), [pytest.param(logging.INFO, True, marks=pytest.mark.slow), (logging.WARNING, False)]
 )
-def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path: Path) -> None:
+def test_the_level_of_our_logger_is_respected(level: int, is_shown: bool, tmp_path: Path) -> None:
     """With our logger's level above INFO, none of our information appears; Lightning's messages are not affected."""
 
     def main(*faults: Callback) -> None:
@@ -147,7 +147,7 @@ def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path:
 @pytest.mark.slow
 @for_ranks[0]
 @for_ranks[1]
-def test_ranks_behind_the_first_say_nothing(tmp_path: Path) -> None:
+def test_ranks_after_the_first_say_nothing(tmp_path: Path) -> None:
     """Through a start, autosaves, a stop and a resume on two ranks, only rank 0 prints our messages."""
 
     def said(*faults: Callback) -> tuple[list[int], list[str]]:

@@ -81,7 +81,7 @@ class Look(Callback):
         self.step = trainer.global_step
 
 
-def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
+def test_continues_as_lightning_takes_it(tmp_path: Path) -> None:
     """Weights, optimizer and counters come from the file; the report says that the rest begins again."""
     path, checkpoint = old_checkpoint(tmp_path)
     callback, look = FaultTolerance(run_id="old"), Look()

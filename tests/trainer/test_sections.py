@@ -271,7 +271,7 @@ def protected(tmp_path: Path) -> list[Callback]:
 ORDERED = {"batch_size": 4, "shuffle": False}
 
 
-def test_the_batch_of_a_step_is_told(tmp_path: Path, supervisor: Path) -> None:
+def test_the_batch_of_a_step_is_reported(tmp_path: Path, supervisor: Path) -> None:
     """The failure has the batch, and the indices of its samples."""
     train = DataLoader(NoisyDataset(20), **ORDERED)
     found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3), train=train))
@@ -280,7 +280,7 @@ def test_the_batch_of_a_step_is_told(tmp_path: Path, supervisor: Path) -> None:
     assert found.place == "in batch 3 of epoch 0"
 
 
-def test_the_batch_of_a_validation_run_is_told(tmp_path: Path, supervisor: Path) -> None:
+def test_the_batch_of_a_validation_run_is_reported(tmp_path: Path, supervisor: Path) -> None:
     """It is counted in its run, and the samples are those of the validation loader."""
     found = failure_of(
         supervisor,
@@ -291,7 +291,7 @@ def test_the_batch_of_a_validation_run_is_told(tmp_path: Path, supervisor: Path)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sample_that_can_not_be_read_is_told(tmp_path: Path, supervisor: Path, num_workers: int) -> None:
+def test_a_sample_that_can_not_be_read_is_reported(tmp_path: Path, supervisor: Path, num_workers: int) -> None:
     """The batch is the one that is being fetched, also if workers have fetched ahead."""
     train = DataLoader(BadSample(20), num_workers=num_workers, **ORDERED)
     found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, train=train))
@@ -300,7 +300,7 @@ def test_a_sample_that_can_not_be_read_is_told(tmp_path: Path, supervisor: Path,
 
 
 @pytest.mark.parametrize("is_in_step", [True, False])
-def test_the_batch_of_an_evaluation_is_told(tmp_path: Path, supervisor: Path, is_in_step: bool) -> None:
+def test_the_batch_of_an_evaluation_is_reported(tmp_path: Path, supervisor: Path, is_in_step: bool) -> None:
     """A step of ``predict`` fails, or a sample of it can't be read: both are the same batch."""
     loader = DataLoader(NoisyDataset(20) if is_in_step else BadSample(20), **ORDERED)
     trainer = make_trainer(protected(tmp_path), tmp_path)

@@ -69,7 +69,7 @@ def test_save_has_to_fit_on_each_rank(left_elsewhere: float, fits: bool, tmp_pat
     assert stopping.is_too_late != fits
 
 
-def test_stop_behind_the_end_of_a_fit_is_one_of_all_ranks(tmp_path: Path) -> None:
+def test_stop_after_the_end_of_a_fit_is_one_of_all_ranks(tmp_path: Path) -> None:
     """Whichever rank got the request, all ranks end there for the same reason, and none minds who is gone first."""
     stopping = Stopping(make_trainer([], tmp_path), FaultTolerance()._options)
     stopping._ranks = Told(None)

@@ -208,7 +208,7 @@ def test_two_fits_of_two_packages_in_one_process(tmp_path: Path) -> None:
 
 
 def test_fit_of_one_package_inside_a_fit_of_the_other_is_a_part_of_it(tmp_path: Path) -> None:
-    """An inner fit has no run and no number of its own, even if it gets the same callback."""
+    """An inner fit has neither a run nor a number, even if it gets the same callback."""
     callback = FaultTolerance(tmp_path / "runs", run_id="nested", every_n_train_steps=1)
 
     class Inner(lightning.pytorch.Callback):

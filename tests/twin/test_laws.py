@@ -21,7 +21,7 @@ LAWS = [
     "test_lightning_callbacks.test_lambda_callback",
     "test_hook_saves.test_saved_by_a_callback",
     "test_faults.test_stop_signal_costs_no_batch",
-    "test_loggers.test_csv_goes_on",
+    "test_loggers.test_csv_continues",
     "test_evaluations.test_a_whole_script",
     "test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
 ]
@@ -38,15 +38,15 @@ SLOW = [
     "test_lightning_callbacks.test_unfreezing",
     "test_stochastic_weight_averaging.test_stochastic_weight_averaging",
     "test_weight_averaging.test_exponential_average",
-    "test_hook_saves.test_hooks_behind_the_saving_one_are_named_and_refused",
+    "test_hook_saves.test_hooks_after_the_saving_one_are_named_and_refused",
     "test_faults.test_exception_in_a_hook_costs_no_finished_batch",
-    "test_loggers.test_tensorboard_goes_on",
+    "test_loggers.test_tensorboard_continues",
     "test_model_checkpoint.test_default_callback_of_the_trainer",
     "test_model_checkpoint.test_stopped_by_a_signal",
     "test_ledger.test_joined_ledgers_are_the_uninterrupted_one",
     "test_nothing_is_lost.test_run_that_a_killed_one_starts_from_keeps_its_files",
     "test_negative.test_run_without_a_part_is_not_the_same",
-    "test_ranks.test_two_ranks_go_on",
+    "test_ranks.test_two_ranks_continue",
     "test_rank_stops.test_ranks_that_are_asked_to_stop_in_training",
 ]
 

@@ -21,7 +21,7 @@ pytest.importorskip("deepspeed")
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.hook_saves import assert_goes_on_from, saver
+from tests.hook_saves import assert_continues_from, saver
 from tests.kills import StopInValidation
 from tests.law import elastic_runs
 from tests.rank_runs import SECONDS, RankNet, Slowly, for_ranks, rank_fit, shuffled
@@ -116,10 +116,10 @@ def test_disk_that_is_full_for_one_rank() -> None:
     assert cost.batch == 4
 
 
-def test_checkpoints_that_others_ask_for_go_on() -> None:
+def test_checkpoints_that_others_ask_for_continue() -> None:
     """A checkpoint that a callback saves in a hook resumes exactly, too."""
     hook = "on_train_batch_end"
-    assert_goes_on_from(
+    assert_continues_from(
         hook,
         users=lambda: [saver(hook, 1)],
         module=RankNet,

@@ -43,7 +43,7 @@ def go_on_in_files(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     An autosave always belongs to the run itself. Another checkpoint counts as the run's only if autosaves show that the
     run was killed. A user who starts again from a file of a finished run must not lose what that run logged after it.
     """
-    _go_on(files, run, choice)
+    _continue(files, run, choice)
     if not files.has_config:
         return
     ended_at_once = choice.autosave is None and (run.was_killed or _was_stopped(run))
@@ -61,7 +61,7 @@ def _was_stopped(run: RunDirectory) -> bool:
     return bool(ends) and str(ends[-1].get("reason")).startswith(STOPPED)
 
 
-def _go_on(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
+def _continue(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
     part = choice.part
     if part is None and choice.autosave is not None:
         autosave, given = part_of(choice.autosave), part_of(choice.path)

@@ -158,7 +158,7 @@ def test_a_command_that_can_not_be_started_leaves_no_directory(
 
 
 @pytest.mark.parametrize("before", [[], ["--"], ["--kills", "1"], ["--kills", "1", "--"]])
-def test_what_stands_behind_the_command_is_the_commands(
+def test_what_follows_the_command_is_the_commands(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, before: list[str]
 ) -> None:
     """An option of the script is not the drill's, even without the --."""

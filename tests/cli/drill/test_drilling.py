@@ -38,7 +38,7 @@ def assert_exact(found: DrillResult, num_batches: int, num_strikes: int = 2) -> 
 
 
 @pytest.mark.parametrize("kind", ["KILL", "TERM", "exception"])
-def test_each_kind_of_strike_interrupts_and_the_run_goes_on(tmp_path: Path, kind: str) -> None:
+def test_each_kind_of_strike_interrupts_and_the_run_continues(tmp_path: Path, kind: str) -> None:
     """Each strike hits after an autosave with progress, and the restart continues there, not from the beginning."""
     found = drill(tmp_path, kind=kind)
     assert_exact(found, NUM_BATCHES)
@@ -53,7 +53,7 @@ def test_each_kind_of_strike_interrupts_and_the_run_goes_on(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["TERM", "exception"])
-def test_a_script_that_ends_well_when_it_is_stopped_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_script_that_ends_well_when_it_is_stopped_continues(tmp_path: Path, kind: str) -> None:
     """An exit code of 0 in the middle of the training, as of a script that catches exceptions, does not end the run."""
     found = drill(tmp_path, "--epochs", "1", "--stops-with", "0", kind=kind, num_strikes=1)
     assert_exact(found, 8, 1)
@@ -70,12 +70,12 @@ def test_several_fits_are_drilled_as_one_run(tmp_path: Path) -> None:
 
 def test_the_batches_that_were_asked_for_are_struck(tmp_path: Path) -> None:
     """With ``--at``, a strike comes as soon as that number of batches is done, regardless of the number of strikes."""
-    found = drill(tmp_path, "--batches", "4", "--every", "1", at=(2, 5), num_strikes=7)
+    found = drill(tmp_path, "--batches", "4", "--every", "1", "--seconds", "0.2", at=(2, 5), num_strikes=7)
     assert_exact(found, 8)
     assert [strike.at for strike in found.strikes] == [2, 5]
 
 
-def test_a_batch_behind_the_end_can_not_be_struck(tmp_path: Path) -> None:
+def test_a_batch_after_the_end_can_not_be_struck(tmp_path: Path) -> None:
     """A number that the run never reaches is reported, with the number of batches."""
     found = drill(tmp_path, at=(16,))
     assert found.verdict.word == result.NOT_JUDGED
@@ -102,7 +102,7 @@ def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
     assert any("--check" in note for note in found.verdict.notes)
 
 
-def test_a_script_that_begins_anew_is_ended_at_once(tmp_path: Path) -> None:
+def test_a_script_that_starts_over_is_ended_at_once(tmp_path: Path) -> None:
     """A restart that does not resume is reported as such, and nothing is left of it."""
     found = drill(tmp_path, "--flaw", "begins again")
     assert found.verdict.word == result.DIFFERS
@@ -221,7 +221,7 @@ def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
     assert one.failed_output is not None
 
 
-def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_an_existing_run_is_not_continued_with(tmp_path: Path) -> None:
     """A script that continues from its own checkpoint is ended before it does anything to it."""
     assert_exact(drill(tmp_path, "--run-id", "mine", num_strikes=1), NUM_BATCHES, 1)  # nothing existed
     autosave = tmp_path / "autosaves" / "mine" / "fit-1.json"
@@ -234,7 +234,7 @@ def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
     assert json.loads(autosave.read_text())["epoch"] == 1
 
 
-def test_a_script_that_leaves_no_ledger_is_told(tmp_path: Path) -> None:
+def test_a_script_that_leaves_no_ledger_is_reported(tmp_path: Path) -> None:
     """If no training reports what it does, nothing can be compared."""
     found = drill(tmp_path, "--silent", "--epochs", "1")
     assert found.verdict.word == result.NOT_JUDGED
@@ -312,7 +312,7 @@ def test_what_interrupts_the_start_of_the_script_leaves_nothing_running(
     assert not any(str(tmp_path).encode() in line for line in command_lines())
 
 
-def test_what_a_launcher_starts_anew_is_told_from_the_next_fit(tmp_path: Path) -> None:
+def test_what_a_launcher_starts_again_is_told_from_the_next_fit(tmp_path: Path) -> None:
     """A fit in another process than the one before is a restart only if it had begun already."""
     settings = DrillSettings(command=("train",), directory=tmp_path, token="token")
     process = DrillProcess(settings, "interrupted", 0)
@@ -344,7 +344,7 @@ def test_where_a_later_fit_begins_is_not_where_the_process_went_on(tmp_path: Pat
     assert (stretch.start, stretch.done) == (2, 8)
 
 
-def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_path: Path) -> None:
+def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_continued(tmp_path: Path) -> None:
     """Between the start of its fit and its resume, a restart does not look like a run that has begun again."""
     settings = DrillSettings(command=words(tmp_path), directory=tmp_path, token="t")
     runner = running.Runner(settings, ToldProgress(tmp_path))

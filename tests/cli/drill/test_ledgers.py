@@ -18,7 +18,7 @@ def cut(lines: list[Line], number: int) -> list[Line]:
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_run_that_goes_on_at_a_boundary_joins_to_the_whole_one(place: tuple[int, int]) -> None:
+def test_a_run_that_continues_at_a_boundary_joins_to_the_whole_one(place: tuple[int, int]) -> None:
     """Wherever the first process dies after the place where the second resumes, the two together are the whole run."""
     whole = fit_lines()
     first_behind = whole.index(batch_line(*place))
@@ -89,13 +89,13 @@ def test_a_process_that_dies_before_it_does_anything_takes_nothing_away() -> Non
     assert first_mismatch([join(0, [[begun(), *whole]])], [join(0, processes)]) is None
 
 
-def test_a_fit_that_begins_anew_counts_from_its_start() -> None:
+def test_a_fit_that_starts_over_counts_from_its_start() -> None:
     """Without a place of a resume, the lines of an earlier process of the fit are dropped."""
     found = join(0, [[begun(), *fit_lines()[:9]], [begun(pid=2), *fit_lines()]])
     assert [event.process for event in found.batches] == [1] * len(PLACES)
 
 
-def test_ranks_that_a_launcher_starts_anew_write_on_in_one_file() -> None:
+def test_ranks_that_a_launcher_starts_again_write_on_in_one_file() -> None:
     """Lines of several processes in one file are joined like those in several files."""
     lines = [begun(), *fit_lines()[:9], begun(pid=2), resumed(0, 3), *fit_lines(start=(0, 3))]
     assert first_mismatch([join(0, [[begun(), *fit_lines()]])], [join(0, [lines])]) is None

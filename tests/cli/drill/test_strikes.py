@@ -24,7 +24,7 @@ def test_restarts_by_a_launcher_count_as_those_of_the_drill() -> None:
     assert strikes(*apart) == expected
 
 
-def test_a_strike_behind_which_nothing_was_gained_does_not_count() -> None:
+def test_a_strike_after_which_nothing_was_gained_does_not_count() -> None:
     """A process that gets no further than its start proves nothing, so its strike is ignored."""
     first = [begun(), *fit_lines()[:6]]
     same, further = [begun(pid=2), resumed(0, 2)], [begun(pid=3), resumed(0, 2), *fit_lines(start=(0, 2))]

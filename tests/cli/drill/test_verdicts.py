@@ -96,7 +96,7 @@ def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
     assert (verdict.difference.number, verdict.difference.process) == (3, 1)
 
 
-def test_a_difference_behind_a_restart_by_a_launcher_is_one_of_the_interrupted_run() -> None:
+def test_a_difference_after_a_restart_by_a_launcher_is_one_of_the_interrupted_run() -> None:
     """A process of the drill with restarted ranks has been interrupted, so the script is not to blame."""
     verdict = judge([MadeProcess(FIRST + second(since(1, 0, loss=OTHER)), exit_code=0, num_restarts=1)])
     assert verdict.word == result.DIFFERS
@@ -122,7 +122,7 @@ def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
     assert verdict.difference.values[0].found == "nothing, the run had ended"
 
 
-def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
+def test_an_exception_that_the_script_catches_is_no_flaw() -> None:
     """A script that fits again in the process that was struck is deterministic, but proves nothing about a restart."""
     again = [begun(), *fit_lines()[:6], begun(fit=2), *fit_lines(fit=2)]
     skipped = [begun(), *changed(fit_lines(), since(1, 0, loss=OTHER))]
@@ -140,7 +140,7 @@ def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("exit_code", "num_notes"), [(143, 0), (1, 0), (-15, 1)])
-def test_a_command_that_keeps_a_sigterm_for_itself_is_told(exit_code: int, num_notes: int) -> None:
+def test_a_command_that_keeps_a_sigterm_for_itself_is_reported(exit_code: int, num_notes: int) -> None:
     """If a shell dies of SIGTERM, the training was killed, not told to end: exact, but not the intended proof."""
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], exit_code=exit_code, kind="TERM")
     assert (verdict.word, len(verdict.notes)) == (result.EXACT, num_notes)

@@ -73,7 +73,7 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self):
-        """Return the addresses requested since the last call, without those of its own start page."""
+        """Return the addresses requested since the last call, without those of its start page."""
         events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         sent = [event["params"]["request"] for event in events if event["method"] == "Network.requestWillBeSent"]
         return [request["url"] for request in sent if not request["url"].startswith(_OWN)]

@@ -110,7 +110,7 @@ def _lab(colour, matrix):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("seen", list(_SEEN))
-def test_the_kinds_of_time_can_be_told_apart_with_any_eyes(scheme, seen):
+def test_the_kinds_of_time_can_be_distinguished_with_any_eyes(scheme, seen):
     """Two kinds in one bar differ clearly in what remains of their colors without one kind of cone."""
     colours = _schemes()[scheme]
     places = {kind: _lab(colours[kind], _SEEN[seen]) for kind in (*KINDS, "paper")}

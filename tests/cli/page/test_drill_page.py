@@ -142,7 +142,7 @@ def test_a_loss_that_is_missing_leaves_a_gap():
     ],
     ids=["some", "all", "none"],
 )
-def test_losses_that_are_not_finite_are_told(losses, told):
+def test_losses_that_are_not_finite_are_reported(losses, told):
     """A training that has diverged is not taken for one that stopped, or that gave no losses."""
     assert told in Parsed(page(_with_losses(losses))).text
 

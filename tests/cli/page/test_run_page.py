@@ -67,7 +67,7 @@ def test_steps_that_were_done_again_are_drawn_as_such():
     assert not found[-1].again
 
 
-def test_the_steps_of_a_second_fit_go_on_from_those_of_the_first():
+def test_the_steps_of_a_second_fit_continue_from_those_of_the_first():
     """A script with two fits climbs once, though each fit counts from 0."""
     run = ImaginedRun()
     run.begin()

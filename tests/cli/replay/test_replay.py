@@ -208,7 +208,7 @@ def test_an_exception_that_does_not_come_again_is_a_difference(failed: Path) -> 
     assert found.lines()[1] == "  no exception came"
 
 
-def test_a_fit_that_goes_on_to_its_end_touches_nothing(failed: Path) -> None:
+def test_a_fit_that_continues_to_its_end_touches_nothing(failed: Path) -> None:
     """Checkpoints of the steps after the run's end are not written, older ones not removed, links not moved."""
     before = content(failed)
     assert "out/checkpoints/1/epoch=0-step=8.ckpt" in before

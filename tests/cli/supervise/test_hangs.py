@@ -72,7 +72,7 @@ def test_the_rank_that_never_reaches_its_collective_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("flaw", ["SIGSTOP", "GIL"])
 def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, flaw: str) -> None:
-    """``hang=stop`` starts a watcher of its own; the same command continues, and no process is left."""
+    """``hang=stop`` starts its own watcher; the same command continues, and no process is left."""
     words, flags = ("--flaw", flaw), f"{SHORT}, hang=stop"
     hung = begin(tmp_path, *words, options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1").wait()
     assert hung.exit_code == 60, hung.output
@@ -88,7 +88,7 @@ def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, 
 
 
 def test_a_report_leaves_the_process_alone(tmp_path: Path) -> None:
-    """``hang=report`` writes what hangs, once, and the script goes on when it can."""
+    """``hang=report`` writes what hangs, once, and the script continues when it can."""
     flags = "hang_timeout=5, hang=report"
     trial = begin(tmp_path, "--flaw", "SIGSTOP", options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1")
     deadline = time.monotonic() + 60

@@ -99,7 +99,7 @@ def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.
     assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES
 
 
-def test_a_state_that_could_not_be_saved_is_told(tmp_path: Path) -> None:
+def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     """The command that is stopped ends with the code of its script, not with that of the signal."""
     script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); time.sleep(60)"
     trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script), {})

@@ -60,7 +60,7 @@ def move_between_slots(root: Any) -> None:
 
 
 def counter() -> Callable[[], int]:
-    """Return a function with a variable of its own."""
+    """Return a function with its own variable."""
     number = 0
 
     def count() -> int:

@@ -29,7 +29,7 @@ def test_an_index_is_kept_and_asked_for_again(tmp_path: Path) -> None:
     assert_tidy(tmp_path)
 
 
-def test_a_changed_index_has_a_directory_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_index_has_its_own_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Shards of the previous index are not mixed with those of the current one, and the log says where they are."""
     found = []
     for text in (OLD, NEW, NEW, OLD):

@@ -270,18 +270,18 @@ def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
+def test_a_process_that_is_killed_after_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
     """A shard is used and evicted as usual if its process died as it renamed the file, unless the content is lost."""
     data = make_data()
     replace = os.replace
 
-    def killed_behind(source: str | Path, target: str | Path) -> None:
+    def killed_after(source: str | Path, target: str | Path) -> None:
         replace(source, target)
         if os.fspath(target).endswith(SHARD):
             os._exit(9)
 
     def first() -> None:
-        os.replace = killed_behind  # type: ignore[assignment]
+        os.replace = killed_after  # type: ignore[assignment]
         cache_of(data, tmp_path, remote).fetch(1)
 
     with flaky(data.files) as (remote, faults):
@@ -296,7 +296,9 @@ def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp
         assert not (tmp_path / SHARD).exists()
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that opened a lock's file before it was released and removed does not think it holds the lock."""
     path = str(tmp_path / "shard.lock")
     lock_file = directory._lock

@@ -83,7 +83,7 @@ def test_content_of_another_size_is_refused(family: str, difference: int, tmp_pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_truncated_and_foreign_bytes_are_refused(family: str, tmp_path: Path) -> None:
-    """A compressed file that is cut, empty, or of another kind is an error of its own kind."""
+    """A compressed file that is cut, empty, or of another kind is an error that says so."""
     data = compress(CONTENT, family)
     with pytest.raises(DamagedShardError):
         decompressed(b"", family, tmp_path, num_bytes=0)

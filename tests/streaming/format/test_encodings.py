@@ -178,7 +178,7 @@ def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
         encoding_of(name).decode(data, 0, len(data))
 
 
-def test_an_array_does_not_take_bytes_behind_it() -> None:
+def test_an_array_does_not_take_bytes_after_it() -> None:
     """A shape that needs more bytes than the value has is an error, though the file continues."""
     data = bytearray(encoding_of("ndarray:int32").encode(np.zeros((2, 3), np.int32)))
     data[1] = 4

@@ -261,7 +261,7 @@ def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tm
     reader.close()
 
 
-def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
+def test_no_value_is_made_of_bytes_after_its_sample(tmp_path: Path) -> None:
     """A column that would end after its sample is named before a value is built from bytes outside the sample."""
     samples = [{"a": {"k": 1}, "b": b"b"}] * 3
     out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)

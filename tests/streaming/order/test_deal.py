@@ -120,7 +120,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     assert normalised(3, 12, num_positions=10) == (4, 0)
 
 
-def test_a_position_behind_the_end_is_refused() -> None:
+def test_a_position_after_the_end_is_refused() -> None:
     """A deal can't begin after the end, nor with empty batches."""
     with pytest.raises(ValueError, match="can't continue from position 11"):
         RemainingPositions(num_positions=10, start=11, world=World(), batch_size=1)

@@ -138,7 +138,7 @@ def read(epoch: int, *, shuffle: bool, method: str) -> set[int]:
     return set(order.sample_ids(np.arange(40)).tolist())
 
 
-def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
+def test_a_part_of_a_stream_is_drawn_again_only_if_balanced() -> None:
     """Samples that are "balanced" differ in each epoch, with and without shuffle; "fixed" ones are the same."""
     for shuffle in (False, True):
         assert read(0, shuffle=shuffle, method="balanced") != read(1, shuffle=shuffle, method="balanced")

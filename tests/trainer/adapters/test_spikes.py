@@ -17,7 +17,7 @@ def trainer_with(*callbacks: Any) -> Any:
     return SimpleNamespace(callbacks=list(callbacks), strategy=SimpleNamespace(root_device=torch.device("meta")))
 
 
-def test_what_it_has_saved_is_loaded_where_it_goes_on() -> None:
+def test_what_it_has_saved_is_loaded_where_it_continues() -> None:
     """It loads the state that it saved, its metric is on the trainer's device, and no attribute of ours stays on it."""
     saved, fresh = SpikeDetection(), SpikeDetection()
     saved.last_val, saved.bad_batches = 0.5, [3, 4]

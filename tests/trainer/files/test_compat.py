@@ -59,7 +59,7 @@ def test_no_name_escapes_the_contract() -> None:
     assert private - {name for _, name in SEAMS} - of_experiments == {"_experiment_of"}  # the file's own
 
 
-def test_version_that_somebody_named_is_told(tmp_path: Path) -> None:
+def test_version_that_somebody_named_is_reported(tmp_path: Path) -> None:
     """Only a version that Lightning has chosen, or will choose, counts as the next one."""
     for version in (0, 1):
         (tmp_path / f"lightning_logs/version_{version}").mkdir(parents=True)

@@ -28,17 +28,17 @@ def written(directory: Path, logged: list[dict[str, float]], *, every: int) -> t
     return path.read_bytes() if path.exists() else b"", writer.metrics_keys
 
 
-@given(before=rows, behind=rows, every=st.integers(1, 5))
+@given(before=rows, after=rows, every=st.integers(1, 5))
 @pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
 def test_cut_file_is_the_one_that_was(
-    tmp_path_factory: pytest.TempPathFactory, before: list[Any], behind: list[Any], every: int
+    tmp_path_factory: pytest.TempPathFactory, before: list[Any], after: list[Any], every: int
 ) -> None:
     """Rows and columns that came after the cut leave no trace, whatever they hold and whenever they were written."""
     directory = tmp_path_factory.mktemp("cut")
     expected, columns = written(directory / "one", before, every=every)
-    written(directory / "other", before + behind, every=every)
+    written(directory / "other", before + after, every=every)
     file = MetricsFile(str(directory / "other/metrics.csv"))
-    assert file.num_rows() == len(before + behind)
+    assert file.num_rows() == len(before + after)
     file.cut(len(before), columns)
     path = Path(file.path)
     assert (path.read_bytes() if path.exists() else b"") == expected

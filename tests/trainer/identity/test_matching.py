@@ -71,7 +71,7 @@ def test_fit_of_which_nothing_is_known() -> None:
     assert match({1: FitRecord()}, start()).number == 1
 
 
-def test_sweep_goes_on_after_what_is_finished() -> None:
+def test_sweep_continues_after_what_is_finished() -> None:
     """In a persistent study, a trial with the values of a finished one is new."""
     fits: dict[int, FitRecord | None] = {1: fit(True), 2: fit(lr=0.2)}
     assert match(fits, start(), is_sweep=True).number == 3

@@ -46,7 +46,7 @@ def first_after(loader: list[int], *, index: int, num_ahead: int = 0, **state: A
         pytest.param([*range(3)], {"index": 6}, None, id="at the end of a cycle"),
         pytest.param([*range(8)], {"index": 0}, 0, id="nothing consumed"),
         pytest.param([*range(8)], {"index": 3, "left": []}, 0, id="has its place"),
-        pytest.param([*range(8)], {"index": 3, "own": {"train/0": {"loader": {}}}}, 0, id="has a state of its own"),
+        pytest.param([*range(8)], {"index": 3, "own": {"train/0": {"loader": {}}}}, 0, id="has its own state"),
         pytest.param(Stateful(range(8)), {"index": 3}, 0, id="Lightning restores it"),
         pytest.param([*range(8)], {"index": 3, "combined": None}, 0, id="between epochs"),
     ],

@@ -66,7 +66,7 @@ def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
     assert job.log.read_text().splitlines() == ["requeue 4711"]
 
 
-def test_fit_with_the_variable_and_a_callback_of_its_own_stops(tmp_path: Path) -> None:
+def test_fit_with_the_variable_and_its_own_callback_stops(tmp_path: Path) -> None:
     """The callback that the variable adds does not take the notice from the script's own callback."""
     job = Job(tmp_path)
     with job.start(before=notice, environment={"PL_FAULT_TOLERANT_TRAINING": "1"}) as processes:
@@ -146,7 +146,7 @@ def test_run_that_is_no_fit_is_lightnings(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_notice_after_the_end_of_the_script(tmp_path: Path) -> None:
-    """The autosaves of a run that has finished are gone: a job that is queued again then would train all anew."""
+    """The autosaves of a run that has finished are gone: a job that is queued again then would train it again."""
     script = tmp_path / "train.py"
     script.write_text(
         "import atexit, os, signal, sys\n"
@@ -154,7 +154,7 @@ def test_notice_after_the_end_of_the_script(tmp_path: Path) -> None:
         "def end():\n"
         "    print(*Path().rglob('autosave-*'), 'left', flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    print('goes on', flush=True)\n"
+        "    print('continues', flush=True)\n"
         "atexit.register(end)  # called after all that is registered later\n"
         "from lightning_faulttolerant import FaultTolerance\n"
         "from tests.runs import fit_net\n"
@@ -164,4 +164,4 @@ def test_notice_after_the_end_of_the_script(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
-    assert (ended.returncode, ended.stdout.splitlines()[-2:]) == (0, ["left", "goes on"]), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()[-2:]) == (0, ["left", "continues"]), ended.stderr

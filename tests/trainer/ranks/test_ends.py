@@ -89,7 +89,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def assert_goes_on(tmp_path: Path) -> None:
+def assert_continues(tmp_path: Path) -> None:
     """Check that the last autosave is valid, and that two ranks continue from there to the end."""
     newest = sorted((tmp_path / "autosaves").rglob("autosave-*.ckpt"))[-1]
     load_file(str(newest))
@@ -108,7 +108,7 @@ def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
     assert [each.exit_code for each in ended] == [1, 1]
     assert f"[rank {rank}] FaultTolerance: an exception has ended this rank" in ended[rank].output
     assert "ZeroDivisionError: of the user" in ended[rank].output
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model:UserWarning")
@@ -126,7 +126,7 @@ def test_one_rank_raises_and_its_teardown_hangs(tmp_path: Path) -> None:
     assert [each.exit_code for each in ended] == [1, 1]
     assert "This process could not end by itself within 2 seconds" in ended[0].output
     assert "This rank has failed" in ended[1].output
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -142,7 +142,7 @@ def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
     if other == "asleep":
         assert f"rank {dead} has died" in ended[1 - dead].output
     assert abs(ended[0].seconds - ended[1].seconds) < BOUND + 2
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 def test_death_of_a_rank_with_workers_is_noticed(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -
 
 
 def test_all_ranks_raise(tmp_path: Path) -> None:
-    """If all ranks raise, none waits for another: each has the time that its teardown takes, and the user may go on."""
+    """If all ranks raise, none waits for another: each has the time that its teardown takes, and continues."""
 
     def main(rank: int) -> None:
         callbacks = [Events(0, "train", 3, raise_error), Events(1, "train", 3, raise_error)]
@@ -224,7 +224,7 @@ def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
     for each in ended:  # no rank has failed: each ends in its own time
         assert "can't continue without it" not in each.output
         assert "could not end by itself" not in each.output
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path
         assert 1.5 < time.monotonic() - began < 4.5
     stopped_in_time(ended)
     assert any("could not end within its grace period of 2 seconds" in each.output for each in ended)
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 def test_validation_batch_that_is_longer_than_the_grace_period(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_validation_batch_that_is_longer_than_the_grace_period(tmp_path: Path) -
         ranks.wait_for("validation 1", 0, 1)
         ranks.send(signal.SIGTERM, 0)
         stopped_in_time(ranks.wait(seconds=20))
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 class SlowSave(Callback):
@@ -276,7 +276,7 @@ def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
     stopped_in_time(ended)
     assert "There was no time left to save it" in ended[0].output
     assert "continue before batch 6 of epoch 0" in ended[0].output
-    assert_goes_on(tmp_path)
+    assert_continues(tmp_path)
 
 
 def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_end_of_the_job_that_has_passed_is_not_minded(tmp_path: Path) -> None:
+def test_end_of_the_job_that_has_passed_is_ignored(tmp_path: Path) -> None:
     """A job that runs when its time is over has more time, or another job's variable: a warning reports this."""
     job = Job(tmp_path)
 

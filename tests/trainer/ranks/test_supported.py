@@ -109,7 +109,7 @@ def test_unknown_strategy_is_refused() -> None:
         check_strategy(made(unknown))
 
 
-def test_strategy_with_a_format_of_its_own_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_strategy_with_its_own_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """A subclass that saves in its own way must be refused when the fit begins, and leave no file."""
     with pytest.raises(
         UnsupportedTrainerError, match="derives from SingleDeviceStrategy and has its own save_checkpoint"

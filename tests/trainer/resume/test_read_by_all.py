@@ -1,4 +1,4 @@
-"""All ranks continue from the same autosave, also where a path leads each node to a disk of its own."""
+"""All ranks continue from the same autosave, also if a path leads each node to its own disk."""
 
 from __future__ import annotations
 

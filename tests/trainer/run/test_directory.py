@@ -81,7 +81,7 @@ def test_an_argument_that_is_no_utf8_counts() -> None:
 @pytest.mark.parametrize(
     ("own", "expected"), [(None, "drill-1-interrupted"), ("mine", "drill-1-interrupted-mine"), ("a" * 128, None)]
 )
-def test_a_drill_has_runs_of_its_own(own: str | None, expected: str | None) -> None:
+def test_a_drill_has_its_own_runs(own: str | None, expected: str | None) -> None:
     """This holds even if the script names its run: two names give two runs, and neither is an existing one."""
     variables = {"PL_FAULT_TOLERANT_RUN_ID": "drill-1-interrupted"}
     assert run_id_of(own, "train-0", variables) == (own or "drill-1-interrupted")

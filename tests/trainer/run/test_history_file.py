@@ -51,7 +51,7 @@ def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
 
 @settings(max_examples=50)
 @given(story=stories(), more=stories(), num_kept=st.integers(0, 3))
-def test_shortened_history_goes_on(story: Story, more: Story, num_kept: int) -> None:
+def test_shortened_history_continues(story: Story, more: Story, num_kept: int) -> None:
     """Lines that are appended after shortened lines are read as after the full ones."""
     lines = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
     following = [

@@ -121,7 +121,7 @@ def test_first_save_does_not_set_the_pace() -> None:
     assert len(run.saves) >= 30
 
 
-def test_one_slow_save_is_spread_over_those_behind_it() -> None:
+def test_one_slow_save_is_spread_over_those_after_it() -> None:
     """One save of 5 s among saves of 0.2 s doesn't stop saving for 500 s."""
     run = Run(save_seconds=lambda number: 5.0 if number == 40 else 0.2)
     run.train(3000)

@@ -280,7 +280,7 @@ def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None
     assert trainer.strategy.checkpoint_io is plugin
 
 
-def test_it_is_put_back_behind_a_fit_that_fails(tmp_path: Path) -> None:
+def test_it_is_put_back_after_a_fit_that_fails(tmp_path: Path) -> None:
     """After an exception too, the strategy has Lightning's plugin again."""
 
     class Fails(Net):
@@ -341,7 +341,7 @@ def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
         fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
+def test_best_after_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
     """`test(ckpt_path="best")` after fit works as it does without the callback."""
     saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss")
 

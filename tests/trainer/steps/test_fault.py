@@ -141,7 +141,7 @@ def test_a_place_is_read_as_it_is_written(batch: tuple[int, ...], hook: str, is_
 
 
 @pytest.mark.parametrize(("num_restarts", "batch"), [("0", 1), ("1", 2), ("2", None)])
-def test_each_start_by_a_launcher_has_a_place_of_its_own(
+def test_each_start_by_a_launcher_has_its_own_place(
     num_restarts: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that torchrun restarts keep their variables: each start takes its own place from the list."""

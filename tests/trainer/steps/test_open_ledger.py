@@ -257,7 +257,7 @@ def test_checkpoints_are_as_without(tmp_path: Path) -> None:
     assert str(without["loops"]) == str(with_ledger["loops"])
 
 
-def test_autosaves_written_behind_training_are_there(tmp_path: Path) -> None:
+def test_autosaves_written_in_background_are_there(tmp_path: Path) -> None:
     """Each autosave has its line when it is written, with the place of its state, before the line of the fit's end."""
     path = tmp_path / "ledger.jsonl"
     callback = FaultTolerance(tmp_path / "saves", ledger=path, async_save=True, every_n_train_steps=2)

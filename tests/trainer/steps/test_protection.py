@@ -7,6 +7,6 @@ from lightning_faulttolerant.trainer.steps.replay import without_saves
 
 
 def test_a_user_may_stay_in_the_debugger() -> None:
-    """A script that has its hangs ended, after a limit of its own, is not watched in a replay."""
+    """A script whose hangs are ended after its own limit is not watched in a replay."""
     options = without_saves(FaultTolerance(hang="stop", hang_timeout=60)._options)
     assert (options.hang, options.hang_timeout) == ("off", None)
