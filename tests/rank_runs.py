@@ -119,7 +119,7 @@ def assert_ranks_continue(cut: Cut, *, rank: int | None = None, num_ranks: int =
     """Check that a run of several ranks obeys the law if `rank` is killed at `cut`; `arguments` go to `rank_fit`."""
     fit = rank_fit(num_ranks, **arguments)
     [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=rank)], num_ranks=num_ranks, every=cut.every)
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at), cost
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at), cost
 
 
 def rank_here() -> int:

@@ -140,13 +140,13 @@ class Cut:
 
     kill: int
     every: int
-    goes_on_at: tuple[int, int]
+    continues_at: tuple[int, int]
 
 
-FIRST_EPOCH = Cut(kill=3, every=1, goes_on_at=(0, 3))
-LATER_EPOCH = Cut(kill=14, every=13, goes_on_at=(1, 5))
+FIRST_EPOCH = Cut(kill=3, every=1, continues_at=(0, 3))
+LATER_EPOCH = Cut(kill=14, every=13, continues_at=(1, 5))
 
-LATER_SHORT_EPOCH = Cut(kill=9, every=8, goes_on_at=(1, 3))
+LATER_SHORT_EPOCH = Cut(kill=9, every=8, continues_at=(1, 3))
 SHORT_CUTS = {FIRST_EPOCH: FIRST_EPOCH, LATER_EPOCH: LATER_SHORT_EPOCH}
 
 each_cut = pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def assert_continues(
         )
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at)
 
 
 def assert_loader_continues(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:

@@ -169,7 +169,7 @@ def assert_resumes_exactly(
     options: Mapping[str, object] | None = None,
     without: str | None = None,
     directory: Path | None = None,
-    may_begin_anew: bool = False,
+    may_start_over: bool = False,
     timeout_seconds: float = 120.0,
     num_ranks: int = 1,
 ) -> list[Interruption]:
@@ -193,7 +193,7 @@ def assert_resumes_exactly(
         options: Arguments of `FaultTolerance`.
         without: A part of the state to leave out of the checkpoint before a resume (see ``PARTS``): a negative control.
         directory: Where the runs are kept; a temporary one by default.
-        may_begin_anew: Whether a process may start from the beginning.
+        may_start_over: Whether a process may start from the beginning.
         timeout_seconds: For each run.
         num_ranks: The number of processes that train together.
 
@@ -219,7 +219,7 @@ def assert_resumes_exactly(
         given = options or {}
         needs_callback = given.get("worker_rng") == "per_sample" or bool(given.get("skip_batches"))
         expected = _uninterrupted(runs, with_callback=needs_callback)
-        interrupted = _Interrupted(runs, expected, may_begin_anew=may_begin_anew, without=without)
+        interrupted = _Interrupted(runs, expected, may_start_over=may_start_over, without=without)
         return interrupted.run(faults)
 
 
@@ -314,10 +314,10 @@ def _printed(outputs: list[Path]) -> str:
 class _Interrupted:
     """One run that is interrupted again and again, with the events of all its processes together."""
 
-    def __init__(self, runs: Runs, reference: list[list[Event]], *, may_begin_anew: bool, without: str | None) -> None:
+    def __init__(self, runs: Runs, reference: list[list[Event]], *, may_start_over: bool, without: str | None) -> None:
         self._runs = runs
         self._reference = reference
-        self._may_begin_anew = may_begin_anew
+        self._may_start_over = may_start_over
         self._without = without
         self._events: list[list[Event]] = [[] for _ in reference]
         self._costs: list[Interruption] = []
@@ -367,12 +367,12 @@ class _Interrupted:
 
     def _join(self, last: RunOutcome, outcome: RunOutcome) -> None:
         resumed = outcome.resumed
-        if resumed is None and (outcome.exit_code != 0 or not self._may_begin_anew):
+        if resumed is None and (outcome.exit_code != 0 or not self._may_start_over):
             raise NotTheSame(
                 f"A restart began from the beginning, or ended before it could continue.\n{outcome.output}"
             )
         epoch, batch = (0, 0) if resumed is None else (resumed["epoch"], resumed["batch"])
-        if (epoch, batch) == (0, 0) and not self._may_begin_anew:
+        if (epoch, batch) == (0, 0) and not self._may_start_over:
             raise NotTheSame("A restart began from the beginning.")
         kept = [before(events, resumed) for events in self._events]
         again = self._events[0][len(kept[0]) :]

@@ -33,18 +33,18 @@ def die_after(name: str, directory: Path) -> None:
     AutosaveSeries.save = save_and_die  # type: ignore[method-assign]
 
 
-def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> str:
+def run(directory: Path, *, num_ranks: int, dies_after: str | None = None) -> str:
     """Run the example with a number of ranks, and return its output."""
     for rank in directory.glob("*.rank"):
         rank.unlink()
 
     def main(rank: int) -> None:
-        if dies_behind is not None:
-            die_after(dies_behind, directory)
+        if dies_after is not None:
+            die_after(dies_after, directory)
         example("elastic/train.py", directory, num_epochs=NUM_EPOCHS)()
 
     codes, output = run_group(main, num_ranks=num_ranks, directory=directory)
-    assert set(codes) == {-signal.SIGKILL if dies_behind is not None else 0}, output
+    assert set(codes) == {-signal.SIGKILL if dies_after is not None else 0}, output
     return output
 
 
@@ -52,8 +52,8 @@ def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> s
 def test_two_ranks_then_one_then_two(tmp_path: Path) -> None:
     """For any number of ranks, killed in the middle of two epochs, each epoch uses each image once."""
     go = functools.partial(run, tmp_path)
-    first = go(num_ranks=2, dies_behind="epoch=0-batch=40")
-    second = go(num_ranks=1, dies_behind="epoch=1-batch=44")
+    first = go(num_ranks=2, dies_after="epoch=0-batch=40")
+    second = go(num_ranks=1, dies_after="epoch=1-batch=44")
     third = go(num_ranks=2)
     assert "Resumed" not in first
     assert "Resumed" in second

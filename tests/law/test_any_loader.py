@@ -182,13 +182,13 @@ def test_any_iterable(kind: str, cut: Cut) -> None:
 def test_every_place(kind: str, kill: int) -> None:
     """A run continues exactly when cut after the first batch, at the last one, or at the start of an epoch."""
     train = KINDS[kind]
-    assert_continues(Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
+    assert_continues(Cut(kill=kill, every=1, continues_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
 
 
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 def test_first_batch_of_a_later_epoch(kind: str) -> None:
     """If the epoch has used no batch yet, the previous epoch is drawn again and compared."""
-    assert_continues(Cut(kill=16, every=1, goes_on_at=(2, 0)), train=KINDS[kind], max_epochs=3)
+    assert_continues(Cut(kill=16, every=1, continues_at=(2, 0)), train=KINDS[kind], max_epochs=3)
 
 
 @each_cut
@@ -205,8 +205,8 @@ def endless() -> Iterator[Tensor]:
 @pytest.mark.parametrize("arguments", [{"limit_train_batches": 8, "max_epochs": 3}, {"max_steps": 20}])
 def test_endless_generator(arguments: dict[str, Any]) -> None:
     """An endless generator continues, with epochs of a limited number of batches or with a limited number of steps."""
-    goes_on_at = (1, 5) if "limit_train_batches" in arguments else (0, 13)
-    assert_continues(Cut(kill=14, every=13, goes_on_at=goes_on_at), train=endless, **arguments)
+    continues_at = (1, 5) if "limit_train_batches" in arguments else (0, 13)
+    assert_continues(Cut(kill=14, every=13, continues_at=continues_at), train=endless, **arguments)
 
 
 class Generates(LightningDataModule):

@@ -18,9 +18,9 @@ from tests.rank_runs import SECONDS, assert_ranks_continue, for_ranks, rank_fit
 from tests.runs import Cut, Net
 
 pytestmark = for_ranks
-FIRST_BATCH = Cut(kill=1, every=1, goes_on_at=(0, 1))
-SECOND_BATCH = Cut(kill=2, every=1, goes_on_at=(0, 2))
-LATER = Cut(kill=12, every=11, goes_on_at=(1, 3))
+FIRST_BATCH = Cut(kill=1, every=1, continues_at=(0, 1))
+SECOND_BATCH = Cut(kill=2, every=1, continues_at=(0, 2))
+LATER = Cut(kill=12, every=11, continues_at=(1, 3))
 
 
 class Crossed(Net):
@@ -77,7 +77,7 @@ def test_options_of_ddp(ddp: dict[str, Any]) -> None:
 def test_inside_a_window(view: bool) -> None:
     """The same holds inside an accumulation window, whose gradients are put back into the buckets."""
     assert_sums_continue(
-        Cut(kill=5, every=1, goes_on_at=(0, 3)),
+        Cut(kill=5, every=1, continues_at=(0, 3)),
         ddp={"gradient_as_bucket_view": view},
         accumulate_grad_batches=3,
     )

@@ -48,7 +48,7 @@ def test_killed_at_every_batch(hook: str, every: int, num_workers: int) -> None:
         lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
         [KillAt(kill - begin, hook=hook) for kill, begin in zip(kills, [0, *resumed[:-1]], strict=True)],
         options={"every_n_train_steps": every},
-        may_begin_anew=True,  # if it does, it is at batch 0
+        may_start_over=True,  # if it does, it is at batch 0
     )
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * len(kills)
     assert [(cost.epoch, cost.batch) for cost in costs] == [divmod(batch, NUM_BATCHES) for batch in resumed]

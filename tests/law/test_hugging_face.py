@@ -145,7 +145,7 @@ def test_stream_that_is_told_its_epoch(num_workers: int) -> None:
     train = stream_loader("generator, shuffled", num_workers, persistent_workers=num_workers > 0)
     users = lambda: [TellsEpoch()]  # noqa: E731 - a list of new callbacks for each run
     num_rows = 32 if num_workers else 20
-    cut = Cut(kill=22, every=21, goes_on_at=(2, 5)) if num_workers else Cut(kill=14, every=13, goes_on_at=(2, 3))
+    cut = Cut(kill=22, every=21, continues_at=(2, 5)) if num_workers else Cut(kill=14, every=13, continues_at=(2, 3))
     assert_continues(cut, train=lambda: train(num_rows), users=users, max_epochs=3)
 
 

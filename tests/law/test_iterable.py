@@ -106,17 +106,17 @@ def test_iterable(stream: Callable[[], Stream], cut: Cut, num_workers: int) -> N
 def test_sampler_protocol(num_workers: int) -> None:
     """A data set that exposes its sampler and its iterator continues in its order."""
     num_batches = 4 * max(1, num_workers)
-    cut = Cut(kill=num_batches + 3, every=num_batches + 2, goes_on_at=(1, 2))
+    cut = Cut(kill=num_batches + 3, every=num_batches + 2, continues_at=(1, 2))
     assert_continues(cut, train=loader(SamplerStream, num_workers))
 
 
 # The first worker has 2 batches, the second 7: they come in the order 0 1 0 1 1 1 1 1 1.
-@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (7, (0, 7)), (9, (1, 0)), (14, (1, 5))])
+@pytest.mark.parametrize(("kill", "continues_at"), [(2, (0, 2)), (4, (0, 4)), (7, (0, 7)), (9, (1, 0)), (14, (1, 5))])
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, int], persistent_workers: bool) -> None:
+def test_workers_run_out_at_different_times(kill: int, continues_at: tuple[int, int], persistent_workers: bool) -> None:
     """If one worker runs out before the other, the batches keep their turns."""
     train = loader(UnevenStream, 2, persistent_workers=persistent_workers)
-    assert_continues(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
+    assert_continues(Cut(kill=kill, every=1, continues_at=continues_at), train=train)
 
 
 @pytest.mark.parametrize("arguments", [{"drop_last": True}, {"batch_size": None}], ids=["drop-last", "no-batching"])
@@ -126,14 +126,14 @@ def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
     if "batch_size" in arguments:
         arguments = {**arguments, "collate_fn": lambda sample: sample.expand(4, 4) + torch.randn(4, 4)}
     train = loader(UnevenStream, num_workers, **arguments)
-    assert_continues(Cut(kill=6, every=1, goes_on_at=(0, 6)), train=train, max_epochs=1)
+    assert_continues(Cut(kill=6, every=1, continues_at=(0, 6)), train=train, max_epochs=1)
 
 
 @each_num_workers
 def test_limited_epochs(num_workers: int) -> None:
     """With ``limit_train_batches`` each epoch starts over, and continues where it was cut."""
     train = loader(Stream, num_workers, collate_fn=NoisyCollate(), persistent_workers=num_workers > 0)
-    assert_continues(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
+    assert_continues(Cut(kill=7, every=6, continues_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
 
 
 @each_num_workers

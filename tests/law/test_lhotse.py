@@ -71,7 +71,7 @@ class Acoustic(LightningModule):
 
 
 @pytest.mark.parametrize(
-    "place", [Place(kill=3, every=1, goes_on_at=(0, 3)), Place(kill=18, every=1, goes_on_at=(1, 5))]
+    "place", [Place(kill=3, every=1, continues_at=(0, 3)), Place(kill=18, every=1, continues_at=(1, 5))]
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", ["simple", "dynamic", "bucketing"])
@@ -85,4 +85,4 @@ def test_continues(name: str, num_workers: int, place: Place) -> None:
         return trainer
 
     [cost] = assert_resumes_exactly(fit, [KillAt(place.kill)], options={"every_n_train_steps": place.every})
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *place.goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *place.continues_at)

@@ -56,12 +56,12 @@ def test_unfreezing_a_backbone(kill: int) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 4)), ("on_train_epoch_end", (1, 5))])
-def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("hook", "continues_at"), [("on_train_epoch_start", (0, 4)), ("on_train_epoch_end", (1, 5))])
+def test_exception_beside_an_unfreezing(hook: str, continues_at: tuple[int, int]) -> None:
     """A save never has groups that its moment did not have: after an unfreezing the last autosave stays."""
     users = lambda: [Unfreezing()]  # noqa: E731
     [cost] = assert_exact(users, RaiseAt(hook, 1), module=Backbone, max_epochs=3, options={**ALWAYS, **EVERY_STEP})
-    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *continues_at)
 
 
 def test_exception_after_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def num_batches(num_workers: int) -> int:
 def cut_at(epoch: int, batch: int, num_workers: int) -> Cut:
     """Return a cut at the start of a batch, saved just before; a negative batch counts from the epoch's end."""
     batch %= num_batches(num_workers)
-    return Cut(kill=epoch * num_batches(num_workers) + batch, every=1, goes_on_at=(epoch, batch))
+    return Cut(kill=epoch * num_batches(num_workers) + batch, every=1, continues_at=(epoch, batch))
 
 
 EARLY = pytest.param(0, 3, id="early")
@@ -85,7 +85,7 @@ def hold(data_module: Callable[[], Any], cut: Cut, **arguments: Any) -> None:
         return trainer
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at
 
 
 class Counts(Grows):
@@ -128,7 +128,7 @@ def test_loaders_requested_again(epoch: int, batch: int, every: int, num_workers
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kept_loader_requested_again(every: int) -> None:
     """A loader that is returned again continues with its workers."""
-    cut = Cut(kill=20, every=1, goes_on_at=(2, 4))
+    cut = Cut(kill=20, every=1, continues_at=(2, 4))
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 

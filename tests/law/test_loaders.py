@@ -224,7 +224,7 @@ def test_prefetching_far_ahead(cut: Cut, num_workers: int) -> None:
 def test_three_workers_killed_before_each_has_delivered(batch: int, is_persistent: bool) -> None:
     """A run that is killed before each of its workers has delivered a batch of the epoch continues exactly."""
     assert_continues(
-        Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)),
+        Cut(kill=8 + batch, every=1, continues_at=(1, batch)),
         train=lambda: DataLoader(
             NoisyDataset(), batch_size=4, shuffle=True, num_workers=3, persistent_workers=is_persistent
         ),
@@ -312,7 +312,7 @@ def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataL
 def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader], is_persistent: bool) -> None:
     """If the run is killed after a generator ``__iter__`` is called but before it starts, the next epoch is right."""
     assert_continues(
-        Cut(kill=8, every=1, goes_on_at=(1, 0)),
+        Cut(kill=8, every=1, continues_at=(1, 0)),
         train=lambda: kind(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent),
     )
 

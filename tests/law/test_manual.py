@@ -77,7 +77,7 @@ def test_own_states_are_the_position(make_loader: Callable[[], Any], cut: Any) -
     [cost] = assert_resumes_exactly(
         manual_fit(make_loader), [KillAt(cut.kill)], options={"every_n_train_steps": cut.every}
     )
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at)
 
 
 @pytest.fixture

@@ -39,15 +39,15 @@ def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
 # Accumulation and manual optimization.
 
 
-@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (3, (0, 3)), (4, (0, 4)), (6, (1, 1)), (7, (1, 2))])
-def test_accumulation(kill: int, goes_on_at: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kill", "continues_at"), [(2, (0, 2)), (3, (0, 3)), (4, (0, 4)), (6, (1, 1)), (7, (1, 2))])
+def test_accumulation(kill: int, continues_at: tuple[int, int]) -> None:
     """Killed within a window of 3 batches, at its end, or in the short one at the epoch's end, gradients continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, accumulate_grad_batches=3, gradient_clip_val=0.1)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options={"overhead_budget": 1.0})
-    assert (cost.epoch, cost.batch, cost.num_batches_twice) == (*goes_on_at, 1)
+    assert (cost.epoch, cost.batch, cost.num_batches_twice) == (*continues_at, 1)
 
 
 class TwoOptimizers(LightningModule):
@@ -82,15 +82,15 @@ class TwoOptimizers(LightningModule):
         return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
 
 
-@pytest.mark.parametrize(("kill", "goes_on_at"), [(4, (0, 4)), (9, (1, 4))])
-def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kill", "continues_at"), [(4, (0, 4)), (9, (1, 4))])
+def test_manual_optimization(kill: int, continues_at: tuple[int, int]) -> None:
     """Two optimizers with manual steps continue, and so do gradients that are kept across batches."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=TwoOptimizers())
 
     [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options={"overhead_budget": 1.0})
-    assert (cost.epoch, cost.batch) == goes_on_at
+    assert (cost.epoch, cost.batch) == continues_at
 
 
 # Metrics and logging.
@@ -139,7 +139,7 @@ def test_logging_at_every_third_step(cut: Cut) -> None:
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
 @pytest.mark.parametrize(
-    ("kill", "goes_on_at"),
+    ("kill", "continues_at"),
     [
         pytest.param(2, (0, 2), marks=pytest.mark.slow),
         (4, (0, 4)),
@@ -148,10 +148,10 @@ def test_logging_at_every_third_step(cut: Cut) -> None:
         pytest.param(13, (1, 5), marks=pytest.mark.slow),
     ],
 )
-def test_two_validation_loaders_twice_an_epoch(kill: int, goes_on_at: tuple[int, int]) -> None:
+def test_two_validation_loaders_twice_an_epoch(kill: int, continues_at: tuple[int, int]) -> None:
     """With validation in the middle of the epoch, each validation runs once on each of its two loaders."""
     assert_continues(
-        Cut(kill=kill, every=1, goes_on_at=goes_on_at),
+        Cut(kill=kill, every=1, continues_at=continues_at),
         train=eight_batches,
         validation=lambda: [
             DataLoader(NoisyDataset(8), batch_size=4),
@@ -176,7 +176,7 @@ def test_killed_in_validation(kill: int) -> None:
 def test_validation_every_second_epoch_and_none_at_the_start() -> None:
     """Epochs without validation, and no sanity check, change nothing."""
     assert_continues(
-        Cut(kill=7, every=1, goes_on_at=(1, 2)),
+        Cut(kill=7, every=1, continues_at=(1, 2)),
         check_val_every_n_epoch=2,
         num_sanity_val_steps=0,
         max_epochs=4,
@@ -292,7 +292,7 @@ def test_scheduler_on_a_plateau(cut: Cut) -> None:
 def test_stop_that_waits_for_min_epochs(kill: int) -> None:
     """A stop that was requested before the cut and waits for ``min_epochs`` ends the run at the same place."""
     assert_continues(
-        Cut(kill=kill, every=1, goes_on_at=divmod(kill, 5)),
+        Cut(kill=kill, every=1, continues_at=divmod(kill, 5)),
         users=lambda: [StopsAt()],
         min_epochs=2,
         max_epochs=4,

@@ -70,7 +70,7 @@ def _by_batch(lines: list[list[Any]]) -> Iterator[tuple[Any, list[float]]]:
 
 
 # Batch 7 runs twice; at batch 7 loggers get values, at batch 8 they don't.
-LATER_EPOCH = Cut(kill=9, every=7, goes_on_at=(1, 2))
+LATER_EPOCH = Cut(kill=9, every=7, continues_at=(1, 2))
 
 
 @pytest.mark.parametrize("interval", [None, "step", "epoch"])

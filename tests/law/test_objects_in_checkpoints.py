@@ -148,7 +148,7 @@ def test_spike_detection_with_a_path(as_path: Callable[[str], Any]) -> None:
     def users() -> list[Callback]:
         return [SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path=as_path("unused.json"))]
 
-    assert_continues(Cut(kill=3, every=1, goes_on_at=(0, 3)), users=users)
+    assert_continues(Cut(kill=3, every=1, continues_at=(0, 3)), users=users)
 
 
 def test_objects_after_an_exception() -> None:

@@ -31,7 +31,7 @@ class RaisesAt(Callback):
 
 
 @pytest.mark.parametrize(
-    ("fault", "goes_on_at"),
+    ("fault", "continues_at"),
     [
         (KillAt(3, signum=signal.SIGTERM), (0, 4)),
         (KillAt(11, signum=signal.SIGINT), (1, 4)),
@@ -41,7 +41,7 @@ class RaisesAt(Callback):
     ids=["stop", "stop in epoch 1", "exception", "stop in validation"],
 )
 @pytest.mark.parametrize("is_first", [False, True])
-def test_continues_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int], is_first: bool) -> None:
+def test_continues_from_the_autosave(fault: Callback, continues_at: tuple[int, int], is_first: bool) -> None:
     """The run resumes from the autosave after any fault, in either order of the callbacks, and after one more kill."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
@@ -50,5 +50,5 @@ def test_continues_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int
         return fit_eight(all_callbacks, directory, enable_checkpointing=True, val_check_interval=4)
 
     first, second = assert_resumes_exactly(fit, [fault, KillAt(2)], options={"every_n_train_steps": 1})
-    assert (first.epoch, first.batch) == goes_on_at
-    assert (second.epoch, second.batch) == divmod(goes_on_at[0] * 8 + goes_on_at[1] + 2, 8)
+    assert (first.epoch, first.batch) == continues_at
+    assert (second.epoch, second.batch) == divmod(continues_at[0] * 8 + continues_at[1] + 2, 8)

@@ -72,7 +72,7 @@ def test_schedulers(make: Any, cut: Cut) -> None:
 def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
     """A scheduler that depends on a validation result, per epoch or by steps, steps as often and on the same values."""
     assert_continues(
-        Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)),
+        Cut(kill=kill, every=1, continues_at=divmod(kill, 8)),
         train=eight_batches,
         module=lambda: ScheduledNet(plateau(interval, frequency)),
         val_check_interval=4,
@@ -96,7 +96,7 @@ def test_plateau_scheduler_after_a_validation_run_that_was_cut(kill: int) -> Non
 @each_short_cut
 def test_one_cycle_under_accumulation(cut: Cut) -> None:
     """A one-cycle scheduler sized by the trainer continues under accumulation, with half a window at the end."""
-    cuts = {3: Cut(kill=3, every=1, goes_on_at=(0, 3)), 9: Cut(kill=8, every=1, goes_on_at=(1, 3))}
+    cuts = {3: Cut(kill=3, every=1, continues_at=(0, 3)), 9: Cut(kill=8, every=1, continues_at=(1, 3))}
     assert_continues(cuts[cut.kill], module=lambda: ScheduledNet(one_cycle), accumulate_grad_batches=3)
 
 
@@ -110,7 +110,7 @@ def test_bfloat16(cut: Cut) -> None:
 def test_max_steps(kill: int) -> None:
     """A run limited by steps ends at the same step, in the middle of an epoch."""
     assert_continues(
-        Cut(kill=kill, every=1, goes_on_at=divmod(kill, 5)), module=lambda: ScheduledNet(cosine), max_steps=8
+        Cut(kill=kill, every=1, continues_at=divmod(kill, 5)), module=lambda: ScheduledNet(cosine), max_steps=8
     )
 
 
@@ -118,7 +118,7 @@ def test_max_steps(kill: int) -> None:
 def test_max_steps_under_accumulation(kill: int) -> None:
     """A run limited by steps that accumulates also ends at the same step."""
     assert_continues(
-        Cut(kill=kill, every=1, goes_on_at=divmod(kill - 1, 5)), max_steps=4, max_epochs=-1, accumulate_grad_batches=2
+        Cut(kill=kill, every=1, continues_at=divmod(kill - 1, 5)), max_steps=4, max_epochs=-1, accumulate_grad_batches=2
     )
 
 
@@ -216,7 +216,7 @@ def test_teacher(cut: Cut) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fails", "goes_on_at", "accumulate"),
+    ("fails", "continues_at", "accumulate"),
     [
         ("before", (0, 4), 1),
         ("after", (0, 3), 1),
@@ -226,14 +226,14 @@ def test_teacher(cut: Cut) -> None:
         ("after", (1, 0), 2),
     ],
 )
-def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int, int], accumulate: int) -> None:
+def test_exception_around_a_teacher_that_moves(fails: str, continues_at: tuple[int, int], accumulate: int) -> None:
     """An exception before the update saves the boundary; after it the last autosave stays: never half a step."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Teacher(fails), accumulate_grad_batches=accumulate)
 
     [cost] = assert_resumes_exactly(fit, [Arm()], options={**ALWAYS, "every_n_train_steps": 3})
-    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *continues_at)
 
 
 # Two optimizers in manual optimization.
@@ -279,15 +279,15 @@ class Gan(LightningModule):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95) for optimizer in optimizers]
 
 
-@pytest.mark.parametrize(("kill", "goes_on_at"), [(3, (0, 3)), (8, (1, 3))])
-def test_two_optimizers_by_hand(kill: int, goes_on_at: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kill", "continues_at"), [(3, (0, 3)), (8, (1, 3))])
+def test_two_optimizers_by_hand(kill: int, continues_at: tuple[int, int]) -> None:
     """Generator and discriminator continue, each with its optimizer and scheduler."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Gan())
 
     [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=ALWAYS)
-    assert (cost.epoch, cost.batch) == goes_on_at
+    assert (cost.epoch, cost.batch) == continues_at
 
 
 def test_exception_between_the_steps_of_two_optimizers() -> None:

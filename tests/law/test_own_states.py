@@ -94,7 +94,7 @@ def test_iterable_data_sets_in_a_stateful_dataloader(cut: Cut, num_workers: int,
 
 def test_workers_of_a_stateful_dataloader_that_run_out() -> None:
     """If one worker runs out before the other, the batches keep their turns."""
-    assert_continues(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
+    assert_continues(Cut(kill=7, every=1, continues_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
 
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -111,7 +111,7 @@ def test_samplers_of_torchdata(name: str, num_workers: int) -> None:
     def train() -> StatefulDataLoader[Any]:
         return StatefulDataLoader(NoisyDataset(), batch_size=4, sampler=SAMPLERS[name](), num_workers=num_workers)
 
-    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_continues(Cut(kill=14, every=13, continues_at=(1, 5)), train=train)
 
 
 class UnpackingStateful(StatefulDataLoader[Any]):
@@ -129,7 +129,7 @@ def test_subclass_of_a_stateful_dataloader(num_workers: int) -> None:
     def train() -> Any:
         return UnpackingStateful(NoisyDataset(), batch_size=4, collate_fn=NoisyCollate(), num_workers=num_workers)
 
-    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_continues(Cut(kill=14, every=13, continues_at=(1, 5)), train=train)
 
 
 def test_stateful_dataloader_beside_another_loader() -> None:
@@ -141,7 +141,7 @@ def test_stateful_dataloader_beside_another_loader() -> None:
             "short": stateful(lambda: NoisyDataset(12), 0, shuffle=True)(),
         }
 
-    assert_continues(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train, module=TwoLoaders)
+    assert_continues(Cut(kill=14, every=13, continues_at=(1, 5)), train=train, module=TwoLoaders)
 
 
 class KeepsLoader(LightningDataModule):
@@ -177,7 +177,7 @@ def test_data_module_that_keeps_the_state_of_its_loader(cut: Cut, num_workers: i
         return trainer
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at
 
 
 def test_nothing_is_left_on_a_stateful_dataloader(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_own_loader(cut: Cut) -> None:
 @pytest.mark.parametrize("batch", [0, 1, 2])
 def test_own_loader_at_the_first_batches(batch: int) -> None:
     """If the run is cut at the start of an epoch, its order is not drawn twice."""
-    assert_continues(Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)), train=Prefetching)
+    assert_continues(Cut(kill=8 + batch, every=1, continues_at=(1, batch)), train=Prefetching)
 
 
 def test_own_loader_in_two_places(tmp_path: Path) -> None:

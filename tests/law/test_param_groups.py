@@ -53,7 +53,7 @@ def test_added_groups_again_and_again() -> None:
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_added_groups_of_two_ranks(rank: int) -> None:
     """The same holds with several ranks, where DDP knows the trained parameters from the start."""
-    cut = Cut(kill=12, every=1, goes_on_at=(1, 4))
+    cut = Cut(kill=12, every=1, continues_at=(1, 4))
     assert_ranks_continue(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
 
 

@@ -61,7 +61,7 @@ def assert_continues_with(
 
     options = {**OPTIONS, "every_n_train_steps": cut.every}
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options=options)
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at)
     return cost
 
 
@@ -225,7 +225,7 @@ def test_several_loaders(before: int, after: int) -> None:
 @pytest.mark.parametrize("mode", ["min_size", "max_size"])
 def test_mode_of_a_combined_loader(mode: str) -> None:
     """The same holds if the short loader ends the epoch, and if it has run out."""
-    cut = Cut(kill=5, every=4, goes_on_at=(1, 1) if mode == "min_size" else (0, 4))
+    cut = Cut(kill=5, every=4, continues_at=(1, 1) if mode == "min_size" else (0, 4))
 
     def make(*, num_workers: int) -> CombinedLoader:
         return CombinedLoader(pair(num_workers=num_workers), mode)
@@ -251,7 +251,7 @@ def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
         long = Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)
         return {**pair(num_workers=num_workers), "long": long}
 
-    cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, kill - 9))
+    cut = Cut(kill=kill, every=kill - 1, continues_at=(1, kill - 9))
     assert_continues_with(make, cut, 0, 2, module=TwoLoaders)
 
 

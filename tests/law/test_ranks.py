@@ -126,7 +126,7 @@ class HoldingByRank(HoldingDataset):
 @pytest.mark.slow
 def test_windows_of_three_batches() -> None:
     """With accumulation, workers, norms per rank, and an unsynchronized buffer, the ranks resume exactly."""
-    cut = Cut(kill=13, every=1, goes_on_at=(1, 3))
+    cut = Cut(kill=13, every=1, continues_at=(1, 3))
     assert_ranks_continue(
         cut, accumulate_grad_batches=3, train=lambda: shuffled(2), module=OwnBuffers, limit_val_batches=0
     )
@@ -210,7 +210,7 @@ def test_each_rank_has_its_own_data(module: type[LightningModule], cut: Cut) -> 
         return trainer
 
     [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=1)], every=cut.every)
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ class BeginsAtOnce:
 
 
 @pytest.mark.parametrize("kind", [SeededByGlobal, BeginsAtOnce])
-@pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH, Cut(kill=16, every=1, goes_on_at=(2, 0))])
+@pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH, Cut(kill=16, every=1, continues_at=(2, 0))])
 def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
     """One object continues although Lightning requests its validation iterator right after training began on it."""
 
@@ -175,7 +175,7 @@ def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
         return fit_net(callbacks, directory, train=loader, validation=loader, num_sanity_val_steps=0, max_epochs=3)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at
 
 
 class Source:
@@ -216,4 +216,4 @@ def test_what_the_sanity_check_moves(is_one: bool, cut: Cut) -> None:
         return fit_net(callbacks, directory, train=train, validation=validation, max_epochs=3)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at

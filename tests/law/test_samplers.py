@@ -73,7 +73,7 @@ def test_a_user_who_calls_advance_all_the_same_breaks_nothing(cut: Cut) -> None:
         return trainer
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
-    assert (cost.epoch, cost.batch) == cut.goes_on_at
+    assert (cost.epoch, cost.batch) == cut.continues_at
 
 
 @pytest.mark.parametrize("worker_rng", ["capture", "per_sample"])

@@ -38,7 +38,7 @@ def same_rows() -> DataLoader[Any]:
 
 def test_fsdp2_continues() -> None:
     """With one rank of FSDP2 killed, both resume exactly, each with its own batch norm."""
-    cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
+    cut = Cut(kill=2, every=1, continues_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     assert_ranks_continue(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
 
@@ -74,7 +74,7 @@ def test_fsdp2_with_one_file_continues(s3: str) -> None:
 @pytest.mark.slow
 def test_fsdp2_with_accumulation_and_validation_continues() -> None:
     """With accumulation, and after a validation run, when FSDP2 holds the whole module, all resume exactly."""
-    cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
+    cut = Cut(kill=6, every=2, continues_at=(0, 6))
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     assert_ranks_continue(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
 
@@ -176,6 +176,6 @@ def test_fsdp1_continues(s3: str, is_whole: bool) -> None:
 @pytest.mark.slow
 def test_fsdp2_continues_from_an_object_store(s3: str) -> None:
     """Autosaves below a URL are sets of objects, from which both ranks resume exactly."""
-    cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
+    cut = Cut(kill=2, every=1, continues_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     assert_ranks_continue(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)

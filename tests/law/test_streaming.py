@@ -118,7 +118,7 @@ def test_other_loaders_continue(data: str, short_data: str, way: str) -> None:
 
 def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
     """Killed before the first batch of the third epoch, the run continues with that epoch's order."""
-    cut = Cut(kill=10, every=5, goes_on_at=(2, 0))
+    cut = Cut(kill=10, every=5, continues_at=(2, 0))
     assert_continues(cut, train=lambda: loader(short_data), validation=lambda: loader(short_data), max_epochs=3)
 
 

@@ -45,20 +45,20 @@ def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
 def test_mode_of_a_combined_loader(mode: str, num_workers: int) -> None:
     """A run resumes in a later epoch, with the short loader exhausted or in its second cycle."""
-    cut = Cut(kill=14, every=13, goes_on_at=(1, 5))
+    cut = Cut(kill=14, every=13, continues_at=(1, 5))
     assert_continues(cut, train=lambda: CombinedLoader(pair(num_workers), mode), module=TwoLoaders)
 
 
 @each_num_workers
 def test_shortest_loader_ends_the_epoch(num_workers: int) -> None:
     """With ``min_size`` an epoch has 3 batches; the long loader is left midway each time."""
-    cut = Cut(kill=5, every=4, goes_on_at=(1, 1))
+    cut = Cut(kill=5, every=4, continues_at=(1, 1))
     assert_continues(cut, train=lambda: CombinedLoader(pair(num_workers), "min_size"), module=TwoLoaders, max_epochs=3)
 
 
 def test_persistent_workers_of_several_loaders() -> None:
     """Persistent workers continue over cycles and epochs with their random states."""
-    cut = Cut(kill=21, every=20, goes_on_at=(2, 4))
+    cut = Cut(kill=21, every=20, continues_at=(2, 4))
     assert_continues(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
 
 
@@ -104,7 +104,7 @@ def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int
     def loaders() -> dict[str, Any]:
         return {**pair(num_workers), "long": Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)}
 
-    cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, batch))
+    cut = Cut(kill=kill, every=kill - 1, continues_at=(1, batch))
     assert_continues(cut, train=loaders, module=TwoLoaders)
 
 
@@ -138,7 +138,7 @@ def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
 @each_num_workers
 def test_two_fetches_a_step(num_workers: int) -> None:
     """A step may fetch twice: an epoch of 8 batches has 4 steps."""
-    cut = Cut(kill=6, every=5, goes_on_at=(1, 1))
+    cut = Cut(kill=6, every=5, continues_at=(1, 1))
     assert_continues(
         cut,
         train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),

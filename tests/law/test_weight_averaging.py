@@ -60,7 +60,7 @@ def test_exponential_average_in_a_validation_run(signum: int, kill: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("hook", "goes_on_at"),
+    ("hook", "continues_at"),
     [
         ("on_train_epoch_start", (0, 4)),
         ("on_train_epoch_end", (1, 4)),
@@ -68,11 +68,11 @@ def test_exponential_average_in_a_validation_run(signum: int, kill: int) -> None
         ("on_validation_end", (1, 5)),
     ],
 )
-def test_exception_beside_an_exponential_average(hook: str, goes_on_at: tuple[int, int]) -> None:
+def test_exception_beside_an_exponential_average(hook: str, continues_at: tuple[int, int]) -> None:
     """A save never mixes two states: it has neither swapped weights nor averages that are ahead."""
     users = ema(update_starting_at_epoch=0)
     [cost] = assert_exact(users, RaiseAt(hook, 1), options={**ALWAYS, **EVERY_STEP})
-    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *continues_at)
 
 
 class Counting(Net):

@@ -21,8 +21,8 @@ def cut(lines: list[Line], number: int) -> list[Line]:
 def test_a_run_that_continues_at_a_boundary_joins_to_the_whole_one(place: tuple[int, int]) -> None:
     """Wherever the first process dies after the place where the second resumes, the two together are the whole run."""
     whole = fit_lines()
-    first_behind = whole.index(batch_line(*place))
-    for number in range(first_behind, len(whole)):
+    first_after = whole.index(batch_line(*place))
+    for number in range(first_after, len(whole)):
         again = [begun(pid=2), resumed(*place), *fit_lines(start=place)]
         found = join(0, [[begun(), *cut(whole, number)], again])
         assert first_mismatch([join(0, [[begun(), *whole]])], [found]) is None

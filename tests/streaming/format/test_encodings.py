@@ -182,9 +182,9 @@ def test_an_array_does_not_take_bytes_after_it() -> None:
     """A shape that needs more bytes than the value has is an error, though the file continues."""
     data = bytearray(encoding_of("ndarray:int32").encode(np.zeros((2, 3), np.int32)))
     data[1] = 4
-    for number_of_bytes_behind in (0, 100):
+    for number_of_bytes_after in (0, 100):
         with pytest.raises(ValueError, match="24 bytes, its encoding 48"):
-            encoding_of("ndarray:int32").decode(bytes(data) + bytes(number_of_bytes_behind), 0, len(data))
+            encoding_of("ndarray:int32").decode(bytes(data) + bytes(number_of_bytes_after), 0, len(data))
 
 
 def test_a_picture_of_more_pixels_than_bytes_is_not_made_room_for() -> None:

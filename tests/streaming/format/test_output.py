@@ -169,12 +169,12 @@ def test_the_index_is_uploaded_after_all_shards(remote: Any, monkeypatch: pytest
 
 def test_a_slow_remote_holds_the_writer_back(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most twice as many shards as threads wait in memory."""
-    may_go_on, begun = threading.Event(), threading.Semaphore(0)
+    may_continue, begun = threading.Event(), threading.Semaphore(0)
     upload = MemoryFileSystem.pipe_file
 
     def stuck(file_system: Any, path: str, value: bytes, **options: Any) -> None:
         begun.release()
-        may_go_on.wait(20)
+        may_continue.wait(20)
         upload(file_system, path, value, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", stuck)
@@ -191,7 +191,7 @@ def test_a_slow_remote_holds_the_writer_back(remote: Any, monkeypatch: pytest.Mo
     begun.acquire()
     producer.join(0.1)
     num_waiting = len(written)
-    may_go_on.set()
+    may_continue.set()
     producer.join()
     assert num_waiting < 5
     assert len(uploaded()) == 42
