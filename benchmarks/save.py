@@ -90,7 +90,7 @@ class Rounds(Callback):
         saves = {
             **of_plugins(dump, self.directory),
             "autosave": partial(_autosave, session.autosaver, trainer),
-            "autosave, async_save": partial(_autosave_after, session.autosaver, trainer),
+            "autosave, async_save": partial(_autosave_in_background, session.autosaver, trainer),
         }
         for number in range(-1, self.rounds):  # the first round warms up
             names = random.sample(list(saves), len(saves))
@@ -137,7 +137,7 @@ def _autosave(autosaver: Autosaver, trainer: Trainer) -> Callable[[], object]:
     return lambda: None
 
 
-def _autosave_after(autosaver: Autosaver, trainer: Trainer) -> Callable[[], object]:
+def _autosave_in_background(autosaver: Autosaver, trainer: Trainer) -> Callable[[], object]:
     autosaver.save_due(position_of(trainer, BOUNDARY))
     return autosaver.settle
 

@@ -70,8 +70,8 @@ def is_between_autosaves(process: Process, num_batches: int) -> bool:
     """Return whether a process was killed in the middle of an epoch, and between two autosaves."""
     if process.autosave is None or process.autosave[0] != process.last[0]:
         return False
-    num_after = process.last[1] - process.autosave[1]
-    return 0 < num_after < EVERY_N_TRAIN_STEPS and 0 < process.last[1] < num_batches - 1
+    num_unsaved = process.last[1] - process.autosave[1]
+    return 0 < num_unsaved < EVERY_N_TRAIN_STEPS and 0 < process.last[1] < num_batches - 1
 
 
 def interrupt(run: Run, total: int, num_batches: int) -> None:

@@ -62,7 +62,7 @@ class Guard:
     """The supervisor's side of the guard, from `watch` to `close`.
 
     Args:
-        directory: The directory of the heartbeat.
+        directory: The directory of the heartbeats.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ def guard(lines: Iterable[str], directory: str) -> None:
 
     Args:
         lines: What it writes.
-        directory: The directory of the heartbeat.
+        directory: The directory of the heartbeats.
     """
     guarded: dict[int, int] = {}
     for line in lines:

@@ -281,7 +281,7 @@ class Supervision:
         Args:
             number: The number of the fit or evaluation in its script.
             directory: The directory of the run, or its URL.
-            token: A unique text that all ranks share, in the name of the directory for the heartbeat.
+            token: A unique text that all ranks share, in the name of the directory for heartbeats.
         """
         self.number = number
         if self.is_in_run:
