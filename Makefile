@@ -11,8 +11,6 @@ EXTRAS := dev,demo
 # Number of test files that run at a time: two more than the CI has cores, because many tests wait. Not `auto`: the
 # tests start workers and whole training runs themselves.
 JOBS ?= 4
-# Slow tests wait more: for launchers, time limits, and locks.
-SLOW_JOBS ?= 6
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
 # Number of failed tests that are run once more, alone; those that pass are reported. The CI sets it.
@@ -114,7 +112,6 @@ try-installs:
 	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
 	@$(MAKE) --no-print-directory slurm-installed || echo "Can't install SLURM. The tests that need it are skipped." >&2
 
-slow: JOBS := $(SLOW_JOBS)
 slow: compiled $(LIBRARIES) $(STORES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
