@@ -26,6 +26,7 @@ from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_faulttolerant.storage.file_systems import client_options, let_clients_draw_elsewhere, missing_package
+from lightning_faulttolerant.storage.local import is_on_local_disk
 
 Result = TypeVar("Result")
 
@@ -121,6 +122,11 @@ class Remote:
     def local_directory(self) -> str | None:
         """Return the directory if it is on this machine."""
         return os.path.realpath(self._root) if self.is_local else None
+
+    def is_on_local_disk(self) -> bool:
+        """Return whether a fetch only copies from a disk of this machine, and waits for nothing else."""
+        directory = self.local_directory()
+        return directory is not None and is_on_local_disk(directory)
 
     def address(self, basename: str) -> str:
         """Return the URL of a file in a form that is safe to show."""

@@ -121,6 +121,13 @@ class ShardCache:
         """Whether there is a source to fetch from."""
         return self._remote is not None
 
+    @property
+    def gains_from_threads(self) -> bool:
+        """Whether several threads fetch faster than one: while they wait for a server, or decompress."""
+        if self._remote is None:
+            return False
+        return bool(self.shards and self.shards[0].compression) or not self._remote.is_on_local_disk()
+
     def is_here(self, shard: int) -> bool:
         """Return whether a shard can be read without a fetch. It is checked the first time in a process."""
         if shard in self._sound:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, prefetcher
+from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, downloads, prefetcher
 from lightning_faulttolerant.testing.processes import fork_and_run
 from tests.streaming.cache.children import child, held_by_a_thread, wait_for
 from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web, write
@@ -138,6 +138,25 @@ def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
     with Prefetcher([cache_of(data, tmp_path, None)], needs(3), predownload=10) as ahead:
         assert threads() == []
         assert ahead.wait(0, 2) == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("compression", "is_local", "number"),
+    [(None, True, 1), ("zstd:3", True, prefetcher._NUM_THREADS), (None, False, prefetcher._NUM_THREADS)],
+)
+def test_one_thread_copies_from_a_local_disk(
+    compression: str | None, is_local: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies only wait for each other's Python. Decompression, and a directory on a server, gain from threads."""
+    monkeypatch.setattr(downloads, "is_on_local_disk", lambda directory: is_local and directory == f"{remote}")
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    data = make_data(3, compression=compression)
+    write(remote, data.stored)
+    with Prefetcher(
+        [cache_of(data, local, f"{remote}")], needs(3), predownload=0
+    ):  # threads stay as long as any is due
+        assert len(threads()) == number
+        wait_for(lambda: here(data, local) == [0])
 
 
 def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
