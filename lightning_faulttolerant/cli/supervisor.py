@@ -261,10 +261,8 @@ class Supervisor:
 
         Code that ends a process by ``os._exit(0)`` looks like a success.
         """
-        ended = (
-            heartbeat for heartbeat in read_heartbeats(self.directory) if heartbeat.process_id in self._process_ids
-        )
-        return any(heartbeat.section != OUTSIDE for heartbeat in ended)
+        ended = (beat for beat in read_heartbeats(self.directory) if beat.process_id in self._process_ids)
+        return any(beat.section != OUTSIDE for beat in ended)
 
     def look(self) -> None:
         """Look whether a process hangs. If so, kill all, and report it: its directory may be what hangs."""
@@ -274,7 +272,7 @@ class Supervisor:
         report = hang_report(hang, self.directory)
         if not hang.is_only_reported:
             self._hang = hang.text
-            kill({heartbeat.process_id for heartbeat, _ in hang.ranks})
+            kill({beat.process_id for beat, _ in hang.ranks})
         say(f"start {self._num_starts}: {hang.text}. See {write_hang_report(report, hang.directory)}.")
 
     def after_failure(self, exit_codes: Iterable[int]) -> None:
@@ -301,7 +299,7 @@ class Supervisor:
 
     def _saved(self) -> Saved | None:
         """Return the place of the newest autosave that the processes of this start have told of."""
-        saved = [heartbeat.saved for heartbeat in read_heartbeats(self.directory) if heartbeat.saved is not None]
+        saved = [beat.saved for beat in read_heartbeats(self.directory) if beat.saved is not None]
         return max(saved, default=None)
 
 

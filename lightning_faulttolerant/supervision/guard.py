@@ -124,7 +124,7 @@ def _kill_all(guarded: Mapping[int, int], directory: str) -> None:
     """Kill processes, those that have a heartbeat, all their descendants, and what is left in their sessions."""
     deadline = time.monotonic() + _KILLED_WITHIN_SECONDS
     while time.monotonic() < deadline:
-        heads = {heartbeat.process_id: heartbeat.started for heartbeat in read_heartbeats(directory)} | dict(guarded)
+        heads = {beat.process_id: beat.started for beat in read_heartbeats(directory)} | dict(guarded)
         running = {one for one, started in heads.items() if is_running(one, started)}
         family = with_children(running, parents_and_states()[0]) | in_sessions(guarded.keys())
         if not family:

@@ -208,8 +208,8 @@ class ProcessHeartbeat:
 
 def read_heartbeats(directory: str | os.PathLike[str]) -> Iterator[ProcessHeartbeat]:
     """Yield the heartbeats of all processes that have written one, in order of their ranks."""
-    found = [heartbeat for path in Path(directory).glob(f"{_PREFIX}*") if (heartbeat := _read(path)) is not None]
-    yield from sorted(found, key=lambda heartbeat: (heartbeat.rank, heartbeat.process_id))
+    found = [beat for path in Path(directory).glob(f"{_PREFIX}*") if (beat := _read(path)) is not None]
+    yield from sorted(found, key=lambda beat: (beat.rank, beat.process_id))
 
 
 def _read(path: Path) -> ProcessHeartbeat | None:
@@ -284,23 +284,23 @@ class SectionTimes:
         name = SECTION_NAMES[section]
         self._slowest[name] = max(seconds, self._slowest.get(name, 0.0))
 
-    def note_hang(self, heartbeat: ProcessHeartbeat, seconds: float) -> None:
+    def note_hang(self, beat: ProcessHeartbeat, seconds: float) -> None:
         """Note where a process was over its limit, and for how many seconds it has been there."""
         now = round(time.time(), 3)
         self._hung_times = (now - seconds, now)
-        place = _place(heartbeat)
+        place = _place(beat)
         before = self._hung[1] if self._hung is not None and self._hung[0] == place else 0
         self._hung, self._has_new_hang = (place, before + 1), True
 
-    def limit(self, heartbeat: ProcessHeartbeat) -> tuple[float, str]:
+    def limit(self, beat: ProcessHeartbeat) -> tuple[float, str]:
         """Return how long the section of a process may take, in seconds, and the reason in words."""
-        slowest = self._slowest.get(SECTION_NAMES[heartbeat.section])
+        slowest = self._slowest.get(SECTION_NAMES[beat.section])
         if slowest is None:
             seconds, why = _LEAST_SECONDS, "none of its kind has ended yet"
         else:
-            least = _LEAST_SECONDS_OF_BATCHES if heartbeat.section in _OF_BATCHES else _LEAST_SECONDS
+            least = _LEAST_SECONDS_OF_BATCHES if beat.section in _OF_BATCHES else _LEAST_SECONDS
             seconds, why = max(_FACTOR * slowest, least), f"the slowest of its kind took {slowest:.3g} s"
-        if self._hung is not None and self._hung[0] == _place(heartbeat):
+        if self._hung is not None and self._hung[0] == _place(beat):
             seconds *= 2.0 ** min(self._hung[1], 20)
             why += f"; doubled after each hang here, {self._hung[1]} so far"
         return seconds, why
@@ -338,8 +338,8 @@ def last_hang(directory: str) -> tuple[float, float] | None:
     return None
 
 
-def _place(heartbeat: ProcessHeartbeat) -> _Place:
-    return SECTION_NAMES[heartbeat.section], heartbeat.epoch, heartbeat.batch, heartbeat.evaluated
+def _place(beat: ProcessHeartbeat) -> _Place:
+    return SECTION_NAMES[beat.section], beat.epoch, beat.batch, beat.evaluated
 
 
 def _write_nothing() -> None:

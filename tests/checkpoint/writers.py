@@ -74,12 +74,12 @@ def _series(keep_last: int, *, is_in_background: bool = False) -> Writer:
     def save(directory: Path, number: int) -> None:
         series = AutosaveSeries(directory, keep_last=keep_last)
         job = functools.partial(series.save, content(number), epoch=0, batch=number, global_step=number)
-        _after(job) if is_in_background else job()
+        _in_background(job) if is_in_background else job()
 
     def newest(directory: Path) -> str | None:
         return AutosaveSeries(directory).newest()
 
-    return Writer(name=f"series-{keep_last}{'-behind' if is_in_background else ''}", save=save, newest=newest)
+    return Writer(name=f"series-{keep_last}{'-in-background' if is_in_background else ''}", save=save, newest=newest)
 
 
 def _save_incrementally(directory: Path, number: int) -> None:
@@ -99,7 +99,7 @@ def _load_incremental(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _after(job: Callable[[], Any]) -> None:
+def _in_background(job: Callable[[], Any]) -> None:
     """Do a job in the background writer's thread, as an asynchronous save does."""
     writer = BackgroundWriter("test")
     writer.start(job)

@@ -191,10 +191,8 @@ def test_every_metric(kill: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kill", "hook"),
-    [*((kill, "start") for kill in range(2 * NUM_BATCHES)), *((kill, "end") for kill in (0, 2, NUM_BATCHES - 1))],
-)
+@pytest.mark.parametrize("hook", ["start", "end"])
+@pytest.mark.parametrize("kill", range(2 * NUM_BATCHES))
 def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
     """The same holds wherever the run is cut."""
     arguments = {"may_start_over": kill == 0}

@@ -79,9 +79,7 @@ def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, 
     assert len(reports(hung)) == 1
     assert hung.told("weights") == []
     memory = Path("/dev/shm").glob("lightning-faulttolerant-*")
-    assert [
-        name for name in memory for heartbeat in read_heartbeats(name) if str(tmp_path) in heartbeat.directory
-    ] == []
+    assert [name for name in memory for beat in read_heartbeats(name) if str(tmp_path) in beat.directory] == []
     again = begin(tmp_path, *words, options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1").wait()
     assert again.exit_code == 0, again.output
     assert again.told("weights") == undisturbed()
