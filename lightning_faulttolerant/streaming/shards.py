@@ -7,6 +7,7 @@ sample, and keeps readers of shards in use.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import resource
@@ -153,13 +154,35 @@ def open_streams(streams: Sequence[Stream], cache_limit: int | str | None) -> li
 
     Raises:
         IndexFileError: If an index can't be fetched, is damaged, or lists no samples.
-        ValueError: If the limit is too low.
+        ValueError: If the limit is too low, or two addresses have one directory.
     """
     limit = None if cache_limit is None else CacheLimit(cache_limit)
     opened = [_opened(stream, limit) for stream in streams]
+    _check_directories(opened)
     if limit is not None:
         limit.check(sum(stream.index_bytes for stream in opened if stream.cache.limit is not None))
     return opened
+
+
+def _check_directories(opened: Sequence[OpenedStream]) -> None:
+    if _in_conflict(opened):
+        gc.collect()  # a data set that nothing uses may not be gone yet
+    if both := _in_conflict(opened):
+        local, *addresses = both
+        raise ValueError(
+            f"{local} is the local directory of two data sets in use, of {' and of '.join(addresses)}. Their files "
+            "would get in each other's way. Pass another local to one of them."
+        )
+
+
+def _in_conflict(opened: Sequence[OpenedStream]) -> tuple[str, str, str] | None:
+    in_use = {stream.local: stream.cache.address for shards in list(_all_shards) for stream in shards._streams}
+    for local, address in [(stream.local, stream.cache.address) for stream in opened]:
+        other = in_use.get(local)
+        if other and address and other != address:
+            return local, other, address
+        in_use[local] = address or other
+    return None
 
 
 def _opened(stream: Stream, limit: CacheLimit | None) -> OpenedStream:
@@ -188,7 +211,8 @@ def _opened(stream: Stream, limit: CacheLimit | None) -> OpenedStream:
         storage_options=stream.storage_options,
         index_digest=index.digest,
     )
-    return OpenedStream(shards=shards, cache=cache, index_bytes=len(index.text))
+    local = os.path.realpath(stream.directory)
+    return OpenedStream(shards=shards, cache=cache, index_bytes=len(index.text), local=local)
 
 
 Ids = npt.NDArray[np.int64]
@@ -207,6 +231,7 @@ class OpenedStream:
     shards: tuple[ShardInfo, ...]
     cache: ShardCache
     index_bytes: int
+    local: str
 
 
 class Shards:

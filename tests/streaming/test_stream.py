@@ -6,12 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 
 from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from tests.foreign import mosaic
-from tests.streaming.shard_files import batches, numbers, write
+from tests.streaming.shard_files import batches, numbers, shard_paths, write
 
 
 @pytest.fixture
@@ -231,3 +232,52 @@ def test_proportions_go_with_proportions_only(directories: list[str]) -> None:
         _mixed(directories, {"proportion": 1}, {})
     with pytest.raises(ValueError, match="Give either"):
         StreamingDataset(directories[0], streams=[Stream(local=directories[1])])
+
+
+@pytest.mark.parametrize("remote", ["{}", "file://{}", "memory://{}"])
+def test_a_local_directory_never_gives_samples_of_another_data_set(tmp_path: Path, remote: str) -> None:
+    """With equal indexes: of another address, of the same address written again, or of one shard that was replaced."""
+    fs, local = fsspec.core.url_to_fs(remote.format(tmp_path))[0], str(tmp_path / "local")
+
+    def put(first: int, name: str, pattern: str = "*") -> None:
+        for path in Path(write(tmp_path / f"from {first}", 40, first=first, hashes=())).glob(pattern):
+            fs.makedirs(str(tmp_path / name), exist_ok=True)
+            fs.pipe_file(str(tmp_path / name / path.name), path.read_bytes())
+
+    def read(name: str) -> int:
+        return max(numbers(StreamingDataset(local, remote.format(tmp_path / name))))
+
+    put(0, "a")
+    put(1000, "b")
+    assert [read("a"), read("b"), read("a"), read("b")] == [39, 1039, 39, 1039]
+    put(2000, "a")
+    assert [read("a"), read("b")] == [2039, 1039]
+    put(3000, "b", shard_paths(tmp_path / "from 1000")[-1].name)
+    assert [read("a"), read("b")] == [2039, 3039]
+
+
+def test_the_shards_in_a_cache_are_not_fetched_again_from_any_spelling_of_their_address(tmp_path: Path) -> None:
+    """What the store says of each shard is compared, and nothing is copied again."""
+    remote, local = Path(write(tmp_path / "a", 40)), tmp_path / "local"
+    (tmp_path / "link").symlink_to(remote)
+    numbers(StreamingDataset(local, remote))
+    before = {path: path.stat().st_ino for path in local.glob("*.mds")}
+    remote.chmod(0o700)
+    for spelling in (f"{remote}/", f"file://{remote}", str(tmp_path / "link")):
+        numbers(StreamingDataset(local, spelling))
+    assert {path: path.stat().st_ino for path in local.glob("*.mds")} == before != {}
+    assert not [*local.glob("index-*")]
+
+
+def test_two_data_sets_in_use_with_one_local_directory_are_refused(directories: list[str], tmp_path: Path) -> None:
+    """As in the original library; one that is no longer in use, or is the same, is no obstacle."""
+    local, (one, other) = str(tmp_path / "local"), directories
+    with pytest.raises(ValueError, match=f"{one} and of {other}"):
+        StreamingDataset(streams=[Stream(local=local, remote=one), Stream(local=local, remote=other)])
+    first = StreamingDataset(local, one)
+    first.itself = first  # type: ignore[attr-defined]
+    assert len(StreamingDataset(local, f"{one}/")) == 60
+    with pytest.raises(ValueError, match=f"{one} and of {other}"):
+        StreamingDataset(f"{local}/.", other)
+    del first
+    assert len(StreamingDataset(local, other)) == 40

@@ -221,6 +221,7 @@ class ShardMark:
 
     Args:
         index: The digest of the index that it belongs to.
+        version: What the store said of its files when they were fetched.
         boot: The boot of the machine in which it was checked; empty if unknown.
         is_downloaded: Whether it was fetched, so it may be evicted; False if it was found in the directory.
         files: Its files, in the order of the shard's.
@@ -230,6 +231,7 @@ class ShardMark:
     boot: str
     is_downloaded: bool
     files: tuple[FileMark, ...]
+    version: str
 
     def is_unchanged(self, paths: Sequence[str]) -> bool:
         """Return whether the files are those that were checked, without reading them."""
@@ -263,7 +265,7 @@ def read_mark(path: str) -> ShardMark | None:
         files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
         return ShardMark(**found, files=files)
     except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard
-        return ShardMark(index="", boot="", is_downloaded=True, files=())
+        return ShardMark(index="", boot="", is_downloaded=True, files=(), version="")
 
 
 def write_mark(path: str, mark: ShardMark) -> None:
@@ -331,6 +333,7 @@ OTHER_INDEX = "index-"
 """The prefix of a folder that holds the shards of another index."""
 
 INDEX_NAME = "index.json"
+_ADDRESS_SUFFIX = ".address"
 _DIGEST_CHARACTERS = 16
 
 
@@ -341,7 +344,7 @@ class FetchedIndex:
     Args:
         text: The content of the index.
         directory: The cache of its shards: ``local``, or a folder in it if ``local`` belongs to another index.
-        digest: Distinguishes this index from others.
+        digest: Distinguishes this index at this address from others.
     """
 
     text: bytes
@@ -359,8 +362,9 @@ def fetch_index(
 ) -> FetchedIndex:
     """Return the current index of a data set.
 
-    A copy is kept in the directory. If the directory has another index (the remote one has changed, or two data sets
-    share a directory), this index and its shards go to a separate folder, so the two never mix.
+    A copy is kept in the directory, with its address: without hashes, two data sets may have equal indexes. If the
+    directory has another one (the remote one has changed, or two data sets share a directory), this index and its
+    shards go to a separate folder, so the two never mix.
 
     Args:
         local: The directory of the data set on this machine.
@@ -380,7 +384,9 @@ def fetch_index(
         text = _read(directory)
         return FetchedIndex(text=text, directory=directory, digest=_digest_of_index(text))
     text = _download(source, attempts)
-    return FetchedIndex(text=text, directory=_directory_for(text, directory, attempts), digest=_digest_of_index(text))
+    address = source.identity().encode()
+    digest = _digest_of_index(text + address)
+    return FetchedIndex(text=text, directory=_directory_for(text, address, directory, attempts, digest), digest=digest)
 
 
 def _read(directory: str) -> bytes:
@@ -417,25 +423,33 @@ def _kind(cause: BaseException | None) -> type[IndexFileError]:
     return DamagedIndexError if isinstance(cause, DamagedIndexError) else IndexFileError
 
 
-def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
-    if _kept(directory) == text:  # without a lock: the directory may not be writable
+def _directory_for(text: bytes, address: bytes, directory: str, attempts: Attempts, digest: str) -> str:
+    if _is_kept(directory, text, address):  # without a lock: the directory may not be writable
         return directory
-    remove_leftovers(directory)
     path = mark_path(directory, INDEX_NAME, LOCK_SUFFIX)
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    for folder in (directory, os.path.dirname(path)):
+        remove_leftovers(folder)
     with locked(path, attempts.timeout_seconds):
-        kept = _kept(directory)
-        if kept is not None and kept != text:
-            own = os.path.join(directory, OTHER_INDEX + _digest_of_index(text))
+        if _kept(directory) is not None and not _is_kept(directory, text, address):
+            own = os.path.join(directory, OTHER_INDEX + digest)
             _logger.warning(
-                "%s is the cache of another index: the data set has changed, or another data set uses the same "
-                "directory. The shards of this one are kept in %s. Remove what you no longer need.",
+                "%s is the cache of another index or address: the data set has changed, or another data set uses the "
+                "same directory. The shards of this one are kept in %s. Remove what you no longer need.",
                 directory, own,
             )  # fmt: skip
             directory = own
-        if _kept(directory) != text:
-            _write(text, directory)
+        if _kept(directory) is None:
+            _write(address, mark_path(directory, INDEX_NAME, _ADDRESS_SUFFIX))
+            _write(text, os.path.join(directory, INDEX_NAME))
     return directory
+
+
+def _is_kept(directory: str, text: bytes, address: bytes) -> bool:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if Path(mark_path(directory, INDEX_NAME, _ADDRESS_SUFFIX)).read_bytes() != address:
+            return False
+    return _kept(directory) == text  # if it was put there by others, for any address
 
 
 def _kept(directory: str) -> bytes | None:
@@ -446,9 +460,8 @@ def _kept(directory: str) -> bytes | None:
     return text if _is_complete(text) else None  # a power loss may have taken the rest
 
 
-def _write(text: bytes, directory: str) -> None:
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, INDEX_NAME)
+def _write(text: bytes, path: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     with atomic_writer(path, fsync=False) as file:
         file.write(text)
 

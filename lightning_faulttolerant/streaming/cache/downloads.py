@@ -94,6 +94,8 @@ def result_in_time(future: concurrent.futures.Future[Result], timeout_seconds: f
 # The credentials between // and @, and everything after a question mark.
 _SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
 _WEB_PROTOCOLS = ("http", "https")
+# The names that file systems of fsspec have for the size, the time, and the tag of a file's content.
+_VERSION = ("size", "mtime", "lastmodified", "modified", "modify", "updated", "created", "generation", "etag", "blobid")
 
 
 @final
@@ -122,6 +124,10 @@ class Remote:
     def local_directory(self) -> str | None:
         """Return the directory if it is on this machine."""
         return os.path.realpath(self._root) if self.is_local else None
+
+    def identity(self) -> str:
+        """Return the address without secrets, the same for each spelling of a local directory."""
+        return self.local_directory() or self.address("").rstrip("/")
 
     def is_on_local_disk(self) -> bool:
         """Return whether a fetch only copies from a disk of this machine, and waits for nothing else."""
@@ -173,6 +179,19 @@ class Remote:
         else:  # requested in the thread that uses it: fsspec keeps one for each thread
             content = result_in_time(_in_thread(lambda: self.file_system().cat_file(path)), timeout_seconds)
         return bytes(content)
+
+    def version(self, basename: str, *, timeout_seconds: float) -> str:
+        """Return what the store says of a file: its size, its time, and its tag, as far as the store has them."""
+        fs, path = self.file_system(), _join(self._root, basename)
+        let_clients_draw_elsewhere()
+        if isinstance(fs, AsyncFileSystem):
+            found = result_in_time(_in_loop(fs, fs._info(path)), timeout_seconds)
+        else:
+            found = result_in_time(_in_thread(lambda: self.file_system().info(path)), timeout_seconds)
+        said = {re.sub("[-_]", "", name.lower()): str(value) for name, value in found.items()}
+        if "mtime" in said:  # a local file is "created" again when its mode changes
+            said.pop("created", None)
+        return " ".join(said[name] for name in _VERSION if name in said)
 
     def file_system(self) -> Any:
         """Return fsspec's file system of this process and, if it blocks, of this thread."""

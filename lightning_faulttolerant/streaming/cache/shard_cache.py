@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, final
@@ -18,6 +19,9 @@ from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo,
 
 Opened = TypeVar("Opened")
 
+_log = logging.getLogger(__name__)
+
+_ANSWER_SECONDS = 5.0
 # How many times a shard is fetched again if other processes evict it before it can be opened.
 _NUM_OPENINGS = 5
 
@@ -108,13 +112,20 @@ class ShardCache:
             index_digest=index_digest,
             validate_hash=validate_hash,
             is_marked=self._remote is not None,
+            version=self._version,
         )
+        self._is_askable = True
         self.limit = limit if self._remote is not None else None
         if self.limit is not None:
             self.limit.add(self, len(shards))
         self._sound: set[int] = set()
         self._holds = _Holds()
         self._swept_by = 0
+
+    @property
+    def address(self) -> str | None:
+        """The address that shards are fetched from, or None."""
+        return None if self._remote is None else self._remote.identity()
 
     @property
     def has_remote(self) -> bool:
@@ -272,6 +283,26 @@ class ShardCache:
                 "directory. Pass a writable local directory with enough space."
             ) from error
 
+    def _version(self, shard: int) -> str | None:
+        info = self.shards[shard]
+        if self._remote is None or not self._is_askable:
+            return None
+        seconds = min(self._attempts.timeout_seconds, _ANSWER_SECONDS)
+        try:
+            return "; ".join(
+                self._remote.version(file.basename, timeout_seconds=seconds) for file in info.zip_files or info.files
+            )
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # noqa: BLE001 - any client's
+            self._is_askable = False
+            reason = self._remote.without_secrets(f"{type(error).__name__}: {error}")
+            _log.warning(
+                "%s does not say which version of a shard it has (%s). Shards in %s are used as they were fetched.",
+                self._remote.address(""), reason, self.directory,
+            )  # fmt: skip
+            return None
+
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
             self._kept.prepare()
@@ -282,7 +313,7 @@ class ShardCache:
         return bool(zip_files) and all(os.path.exists(self._kept.path(file)) for file in zip_files)
 
     def _bring(self, shard: int, *, is_sealed: bool) -> None:
-        info = self.shards[shard]
+        info, version = self.shards[shard], self._version(shard) or ""
         with contextlib.ExitStack() as stack:
             temporaries = []
             for number, file in enumerate(info.files):
@@ -291,7 +322,7 @@ class ShardCache:
                 temporaries.append(stack.enter_context(temporary_for(path)))
                 zip_file = info.zip_files[number] if info.zip_files else None
                 self._bring_file(shard, file, zip_file, temporaries[-1])
-            self._kept.publish(shard, temporaries, is_sealed=is_sealed)
+            self._kept.publish(shard, temporaries, version=version, is_sealed=is_sealed)
 
     def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None, target: str) -> None:
         if zip_file is None:
@@ -320,7 +351,7 @@ class ShardCache:
                 publish(temporary, path)
 
     def _is_kept(self, shard: int, zip_file: ShardFile) -> bool:
-        return self._kept.is_of_this_index(shard) and size_fault(self._kept.path(zip_file), zip_file.num_bytes) is None
+        return self._kept.is_current(shard) and size_fault(self._kept.path(zip_file), zip_file.num_bytes) is None
 
     def _download(self, file: ShardFile, target: str) -> None:
         assert self._remote is not None

@@ -75,6 +75,7 @@ class KeptShards:
         index_digest: The digest of the index. Files kept for another index are not used.
         validate_hash: The algorithm that compares contents with the index. None compares sizes.
         is_marked: Whether marks of the shards may be written to disk.
+        version: Returns what the store says of a shard's files; None if it can't be asked.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class KeptShards:
         index_digest: str,
         validate_hash: str | None,
         is_marked: bool,
+        version: Callable[[int], str | None],
     ) -> None:
         self.directory = directory
         self.shards = shards
         self._index_digest = index_digest
         self._validate_hash = validate_hash
         self._is_marked = is_marked
+        self._version = version
         self._numbers: dict[str, int] = {}
         self._seals_later = False
 
@@ -137,6 +140,8 @@ class KeptShards:
         mark = read_mark(self._mark_path(shard)) if self._is_marked else None
         if mark is not None and (mark.index != self._index_digest or len(mark.files) != len(files)):
             return f"{files[0].basename} belongs to another index"
+        if mark is not None and self._is_stale(shard, mark):
+            return f"{files[0].basename} was written again since it was fetched"
         if mark is not None and self._is_checked_as_asked(mark) and mark.is_unchanged(self._paths(shard)):
             return None
         for number, file in enumerate(files):
@@ -148,15 +153,17 @@ class KeptShards:
                 return f"{file.basename}: {fault}"
         if self._is_marked:  # else nothing would use the checksums, which take as long as reading the whole shard
             checksums = self._checksums(shard, self._paths(shard))
-            self._mark(shard, checksums, is_downloaded=bool(mark and mark.is_downloaded))
+            version = (self._version(shard) or "") if mark is None else mark.version
+            self._mark(shard, checksums, version=version, is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
-    def publish(self, shard: int, temporaries: Sequence[str], *, is_sealed: bool = True) -> None:
+    def publish(self, shard: int, temporaries: Sequence[str], *, version: str, is_sealed: bool = True) -> None:
         """Give the files of a shard their final names, so every process may use it.
 
         Args:
             shard: Its number.
             temporaries: The checked files, in the order of the shard's files.
+            version: What the store said of them before they were fetched.
             is_sealed: Whether to compute their checksums now; otherwise `seal` does so later, if all processes that use
                 the directory trust the files until then.
 
@@ -168,10 +175,10 @@ class KeptShards:
             is_later = not is_sealed and self._seals_later and self._validate_hash is None  # else the index has them
             checksums = ("",) * len(temporaries) if is_later else self._checksums(shard, temporaries)
         # Before and after: between the two, and after a power loss, the checksum shows whether the file is complete.
-        self._mark(shard, checksums, is_downloaded=True, is_new=True)
+        self._mark(shard, checksums, version=version, is_downloaded=True, is_new=True)
         for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
             publish(temporary, self.path(file), is_durable=not self._is_marked)
-        self._mark(shard, checksums, is_downloaded=True)
+        self._mark(shard, checksums, version=version, is_downloaded=True)
 
     def seal(self, shard: int, *, is_wanted: Callable[[], bool]) -> bool:
         """Add the missing checksums of a fetched shard to its mark, unless it was fetched again or evicted since.
@@ -192,10 +199,10 @@ class KeptShards:
         _remove(self._mark_path(shard))  # last: a shard without a mark counts as found, and is never evicted
         return num_bytes
 
-    def is_of_this_index(self, shard: int) -> bool:
-        """Return whether the kept files of a shard belong to this index, as far as is known."""
+    def is_current(self, shard: int) -> bool:
+        """Return whether the kept files of a shard belong to this index and are the store's, as far as is known."""
         mark = read_mark(self._mark_path(shard))
-        return mark is None or mark.index == self._index_digest
+        return mark is None or (mark.index == self._index_digest and not self._is_stale(shard, mark))
 
     def touch(self, shard: int) -> None:
         """Record that a shard is used now."""
@@ -261,6 +268,10 @@ class KeptShards:
     def _mark_path(self, shard: int) -> str:
         return mark_path(self.directory, self.shards[shard].files[0].basename)
 
+    def _is_stale(self, shard: int, mark: ShardMark) -> bool:
+        version = self._version(shard) if self._validate_hash is None else None  # the index has the hashes
+        return version is not None and version != mark.version
+
     def _is_checked_as_asked(self, mark: ShardMark) -> bool:
         return self._validate_hash is None or all(file.algorithm == self._validate_hash for file in mark.files)
 
@@ -269,7 +280,9 @@ class KeptShards:
             return tuple(file.hashes[self._validate_hash] for file in self.shards[shard].files)
         return tuple(crc32(path) for path in paths)
 
-    def _mark(self, shard: int, checksums: Sequence[str], *, is_downloaded: bool, is_new: bool = False) -> None:
+    def _mark(
+        self, shard: int, checksums: Sequence[str], *, version: str, is_downloaded: bool, is_new: bool = False
+    ) -> None:
         if not self._is_marked:
             return
         files = tuple(
@@ -280,7 +293,9 @@ class KeptShards:
             )
             for checksum, path in zip(checksums, self._paths(shard), strict=True)
         )
-        mark = ShardMark(index=self._index_digest, boot=this_boot(), is_downloaded=is_downloaded, files=files)
+        mark = ShardMark(
+            index=self._index_digest, boot=this_boot(), is_downloaded=is_downloaded, files=files, version=version
+        )
         write_mark(self._mark_path(shard), mark)
         self.touch(shard)
 

@@ -158,6 +158,12 @@ class FlakyFileSystem(MemoryFileSystem):
     def _strip_protocol(cls, path: Any) -> Any:
         return super()._strip_protocol(path.removeprefix("flaky://") if isinstance(path, str) else path)
 
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        """Describe a file as a bucket does: by a tag of its content."""
+        found = super().info(path, **options)
+        found.pop("created", None)
+        return {**found, "ETag": hashlib.sha1(self.cat_file(path)).hexdigest()}
+
     def get_file(self, rpath: str, lpath: str, callback: Any = None, **options: Any) -> None:
         """Copy a file, or cause the requested fault."""
         content = self.cat_file(rpath)
@@ -213,6 +219,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._files = files
         self._faults = faults
         super().__init__(*args)
+
+    def do_HEAD(self) -> None:
+        content = self._files.get(self.path.removeprefix("/data/").partition("?")[0])
+        if content is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", hashlib.sha1(content).hexdigest())
+        self.end_headers()
 
     def do_GET(self) -> None:
         self._faults.addresses.append(self.path)
