@@ -15,6 +15,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
@@ -380,6 +382,29 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
     """Restore the value of `reload_epochs`, so that the loaders are requested again in the same epochs."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = epochs
+
+
+def live_values(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return the trainer's own dicts, by path, of what training changes and a hook can read from the trainer."""
+    connector = trainer._logger_connector
+    found: dict[str, dict[str, Any]] = {
+        "callback_metrics": connector._callback_metrics,
+        "logged_metrics": connector._logged_metrics,
+        "progress_bar_metrics": connector._progress_bar_metrics,
+    }
+    for i, optimizer in enumerate(trainer.optimizers):
+        found.update({f"optimizers[{i}][{j}]": group for j, group in enumerate(optimizer.param_groups)})
+    found.update({f"schedulers[{i}]": vars(c.scheduler) for i, c in enumerate(trainer.lr_scheduler_configs)})
+    _add_progress(found, "fit_loop", trainer.fit_loop)
+    return found
+
+
+def _add_progress(found: dict[str, dict[str, Any]], path: str, owner: object) -> None:
+    for name, value in vars(owner).items():
+        if isinstance(value, (_Loop, _BaseProgress)):
+            _add_progress(found, f"{path}.{name}", value)
+            if isinstance(value, _BaseProgress):
+                found[f"{path}.{name}"] = vars(value)
 
 
 def seen_validation_batches(trainer: Trainer) -> dict[int, int]:

@@ -165,7 +165,7 @@ class Session(AnySession):
         buckets = Buckets(self.trainer)
         if self._resume is not None:
             self._resume.begin()
-            self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
+            self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
         skipped = SkippedBatches(
@@ -252,9 +252,8 @@ class Session(AnySession):
         return self.loaders.process(self._reloads.follow(original(loader)))
 
     def _around_setup_data(self, stage: str, original: Method) -> None:
-        self.loaders.begin(stage)
-        loaders = self.loaders.iterated_by_trainer(stage=stage)
-        with loaders, self._reloads.begun(is_training=stage == TRAIN):
+        with self._reloads.begun(stage), self.loaders.iterated_by_trainer(stage=stage):
+            self.loaders.begin(stage)
             original()
         if self._training is not None:
             self._training.checkpointer.run_state.objects.look_again()

@@ -6,9 +6,12 @@ import gc
 import multiprocessing
 import signal
 import weakref
+import zlib
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
@@ -98,3 +101,51 @@ def test_combined_loader_that_is_given_again(num_workers: int) -> None:
 
     [cost] = assert_resumes_exactly(fit, [KillAt(19)], options={"every_n_train_steps": 1})
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, 2, 3)
+
+
+class Derives(Net):
+    """Creates its loaders from what the trainer and the module show when they are requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 0
+
+    def derived(self) -> int:
+        trainer = self.trainer
+        loss = trainer.callback_metrics.get("loss_epoch", torch.zeros(()))
+        rates = trainer.optimizers[0].param_groups[0]["lr"], trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+        shown = trainer.current_epoch, trainer.global_step, float(loss), rates, self.level
+        return zlib.crc32(repr(shown).encode())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Seeded(self.derived(), 20), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Seeded(self.derived(), 8), batch_size=4)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.level += 1
+
+
+class Seeded(NoisyDataset):
+    """Holds a seed, and no other sign of what its samples are."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        super().__init__(length)
+        self.seed = seed
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand(4, generator=torch.Generator().manual_seed(self.seed + index))
+
+
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+def test_loaders_derived_from_the_trainer(every: int) -> None:
+    """A resume creates loaders from the trainer's epoch, step, metrics, and rates, and the attributes, of then."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory, max_epochs=4, reload_dataloaders_every_n_epochs=every)
+        trainer.fit(Derives())
+        return trainer
+
+    costs = assert_resumes_exactly(fit, [KillAt(6), KillAt(9)], options={"every_n_train_steps": 1})
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 1), (3, 0)]
