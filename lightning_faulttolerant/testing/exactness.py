@@ -9,6 +9,7 @@ The events of a run on each of its ranks, and the comparison of two runs.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from lightning_faulttolerant.checkpoint.ranks import packed_state
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.schema import RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.records.runs import VARIABLE as REGISTRY_VARIABLE
 from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
 from lightning_faulttolerant.trainer.callback import FaultTolerance
@@ -291,6 +293,8 @@ class Runs:
         return sorted((self._root / name).rglob("autosave-*.ckpt"))
 
     def _run(self, path: Path, directory: Path, faults: Sequence[object], options: dict[str, Any] | None) -> None:
+        # In the registry of the working directory, this run would find the others, and stay there when it is killed.
+        os.environ[REGISTRY_VARIABLE] = str(directory / "registry")
         recorder = Recorder(path)
         leave_out(faults)
         callbacks: list[object] = [] if options is None else [FaultTolerance(**options)]
