@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.testing import FaultyFiles, FaultyURLs
-from lightning_faulttolerant.testing.faults import Step
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import FaultyURLs, Step
 
 NEVER = 1_000_000
 

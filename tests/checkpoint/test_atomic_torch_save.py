@@ -18,7 +18,8 @@ import lightning_faulttolerant
 from lightning_faulttolerant import atomic_torch_save
 from lightning_faulttolerant.checkpoint import atomic_write_bytes, verify_file
 from lightning_faulttolerant.checkpoint.archive import find_damage
-from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, kill_before, lose, write_short
+from tests.faulty_files import FaultyFiles, PowerLoss
+from tests.file_faults import fail_with, kill_before, lose, write_short
 
 FORK = multiprocessing.get_context("fork")
 CONTENT = {"step": 3, "weights": torch.arange(20_000)}

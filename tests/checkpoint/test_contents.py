@@ -17,7 +17,8 @@ from lightning_faulttolerant.checkpoint.contents import verify_directory, write_
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.testing import FaultyFiles, fail_with
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import fail_with
 
 CONTENTS = {"a.bin": b"0123456789", "shards/0.bin": b"\x00" * 100, "shards/deep/ü 1.bin": b"", ".hidden": b"h"}
 

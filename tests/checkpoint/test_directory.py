@@ -18,7 +18,8 @@ from lightning_faulttolerant.checkpoint import directory_series, read_manifest, 
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import this_machine
-from lightning_faulttolerant.testing import FaultyFiles, fail_with
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import fail_with
 
 
 def save(saver: AtomicDirectory, content: object, *, force_save: bool = False) -> str:

@@ -13,8 +13,8 @@ import pytest
 
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import verify_path
-from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, kill_after
-from lightning_faulttolerant.testing.faults import KINDS
+from tests.faulty_files import FaultyFiles, PowerLoss
+from tests.file_faults import KINDS, fail_with, kill_after
 from tests.processes import in_child
 
 # Exit codes of child processes.

@@ -27,7 +27,8 @@ from lightning_faulttolerant.checkpoint.joined_file import (
     opened_whole,
 )
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
-from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with
+from tests.faulty_files import FaultyFiles, PowerLoss
+from tests.file_faults import fail_with
 
 NUM_VALUES = 2000
 

@@ -24,8 +24,8 @@ from lightning_faulttolerant.errors import (
 )
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.testing import FaultyURLs, fail_with
 from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
+from tests.file_faults import FaultyURLs, fail_with
 
 
 @pytest.fixture

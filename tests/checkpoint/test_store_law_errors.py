@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.testing import FaultyFiles, fail_with, lose, write_short
 from tests.checkpoint.writers import (
     DIRECTORY,
     FILE_WRITERS,
@@ -24,6 +23,8 @@ from tests.checkpoint.writers import (
     leftovers,
     prepared,
 )
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import fail_with, lose, write_short
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS]
 EACH_WRITER = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)

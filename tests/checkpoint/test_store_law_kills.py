@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.testing import FaultyFiles, kill_after, kill_before
 from tests.checkpoint.writers import (
     DIRECTORY,
     FILE_WRITERS,
@@ -25,6 +24,8 @@ from tests.checkpoint.writers import (
     prepared,
     temporary_directory_elsewhere,
 )
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import kill_after, kill_before
 from tests.harness import places
 
 MEMORY = Path("/dev/shm")

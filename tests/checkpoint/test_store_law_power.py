@@ -11,8 +11,9 @@ import pytest
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
-from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, kill_before
 from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, INCREMENTAL, SERIES, SHARDS, Writer, exit_code
+from tests.faulty_files import FaultyFiles, PowerLoss
+from tests.file_faults import kill_before
 
 KEEPS = ["synced", "names", "removals"]
 

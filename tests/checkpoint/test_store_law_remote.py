@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
-from lightning_faulttolerant.testing import FaultyURLs, fail_with, lose, write_short
 from tests.checkpoint.writers import content
+from tests.file_faults import FaultyURLs, fail_with, lose, write_short
 
 _numbers = itertools.count()
 

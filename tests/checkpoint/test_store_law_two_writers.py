@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file
-from lightning_faulttolerant.testing import FaultyFiles
 from tests.checkpoint.writers import FILE_WRITERS, FORK, SERIES, content, leftovers
+from tests.faulty_files import FaultyFiles
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 
 
 def fit(callbacks, directory):
-    trainer = Trainer(callbacks=callbacks, default_root_dir=directory, max_epochs=2, limit_train_batches=3,
-                      limit_val_batches=0, enable_checkpointing=False, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(callbacks=callbacks, default_root_dir=directory, max_epochs=2, limit_val_batches=0,
+                      enable_checkpointing=False, logger=False, enable_progress_bar=False,
+                      enable_model_summary=False)
     data = torch.arange(192.0).reshape(6, 32) / 192
     trainer.fit(BoringModel(), torch.utils.data.DataLoader(data, batch_size=2, shuffle=True))
     return trainer

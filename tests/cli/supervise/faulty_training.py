@@ -19,10 +19,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_faulttolerant.testing import FaultyFiles
 from tests.cli.supervise.fault_kinds import Place, cause
 from tests.cli.supervise.own_mounts import join_mounts_of
 from tests.data_sets import NoisyDataset
+from tests.faulty_files import FaultyFiles
 from tests.scripts import tell
 
 NUM_EPOCHS, NUM_BATCHES, NUM_EVALUATED = 2, 5, 2

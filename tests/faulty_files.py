@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, final
 
-from lightning_faulttolerant.testing.faults import Fault, FaultySteps, Step
+from tests.file_faults import Fault, FaultySteps, Step
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Two blocks of one process would restore each other's functions if they ended out of order.
@@ -53,7 +53,8 @@ class FaultyFiles:
 
     Example:
         >>> import errno, tempfile
-        >>> from lightning_faulttolerant.testing import FaultyFiles, fail_with
+        >>> from tests.faulty_files import FaultyFiles
+        >>> from tests.file_faults import fail_with
         >>> directory = Path(tempfile.mkdtemp())
         >>> with FaultyFiles(directory) as files:
         ...     _ = (directory / "notes.txt").write_text("all is well")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.testing import PowerLoss, PowerLost
+from tests.faulty_files import PowerLoss, PowerLost
 
 
 def _sync(path: Path) -> None:

@@ -10,15 +10,13 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant import testing
-from lightning_faulttolerant.testing import FaultyFiles, fail_with, kill_after, kill_before, lose, write_short
+from tests.faulty_files import FaultyFiles
+from tests.file_faults import fail_with, kill_after, kill_before, lose, write_short
 
 FORK = multiprocessing.get_context("fork")
 
@@ -31,18 +29,6 @@ def _functions() -> dict[tuple[str, str], object]:
     return {
         (module.__name__, name): value for module in (os, io, builtins, pathlib) for name, value in vars(module).items()
     }
-
-
-def test_the_injector_needs_no_lightning():
-    """Faults must be importable, and work, where Lightning is not loaded; the rest of the module must still exist."""
-    program = (
-        "import sys; from lightning_faulttolerant.testing import FaultyFiles; sys.exit('lightning' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    assert all(getattr(testing, name) is not None for name in testing.__all__)
-    assert dir(testing) == testing.__all__
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = testing.no_such_name
 
 
 def _protocol(directory: Path) -> None:

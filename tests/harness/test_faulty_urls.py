@@ -7,7 +7,7 @@ import errno
 import fsspec
 import pytest
 
-from lightning_faulttolerant.testing import FaultyURLs, fail_with, write_short
+from tests.file_faults import FaultyURLs, fail_with, write_short
 
 
 def test_steps_are_counted_and_files_are_kept():
