@@ -107,6 +107,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_leave_before_fork)
 
 
+class Drawn:
+    """The number of samples that one iteration has drawn."""
+
+    num_taken = 0
+
+
 class EpochBook:
     """Keeps the next epoch, the current one, and the seeding of the order from a loaded state.
 
@@ -122,6 +128,8 @@ class EpochBook:
         self.put(0, 0, seeding)
         self._pool: int | None = None
         self._num_begun = 0
+        self.drawn = Drawn()
+        """The samples that the last iteration of this process has drawn."""
 
     @property
     def _numbers(self) -> torch.Tensor:
@@ -320,6 +328,7 @@ class Samples(Iterator[Any]):
         note: Called with a position that this iteration was moved to.
         start: Where the iteration begins.
         world: The reader.
+        drawn: Counts the samples.
     """
 
     def __init__(
@@ -330,10 +339,11 @@ class Samples(Iterator[Any]):
         note: Callable[[IterationStart], None],
         start: IterationStart,
         world: World,
+        drawn: Drawn,
     ) -> None:
         self._plan, self._read, self._note = plan, read, note
         self._start, self._world = start, world
-        self._num_taken = 0
+        self._drawn = drawn
         self._samples = read(plan(start, world), 0)
 
     def __next__(self) -> Any:
@@ -345,7 +355,7 @@ class Samples(Iterator[Any]):
             # A generator that has raised ends. The epoch must not seem to have ended.
             self._samples = _Failed(error)
             raise
-        self._num_taken += 1
+        self._drawn.num_taken += 1
         return sample
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,7 +365,7 @@ class Samples(Iterator[Any]):
             "epoch": self._start.epoch,
             "sample_in_epoch": self._start.sample,
             "batch_size": self._start.batch_size,
-            "num_taken": self._num_taken,
+            "num_taken": self._drawn.num_taken,
             "world": asdict(self._world),
         }
 
@@ -378,8 +388,8 @@ class Samples(Iterator[Any]):
             sample=state_dict["sample_in_epoch"],
             batch_size=state_dict["batch_size"] or 1,
         )
-        self._num_taken = state_dict["num_taken"]
-        self._samples = self._read(self._plan(self._start, self._world), self._num_taken)
+        self._drawn.num_taken = state_dict["num_taken"]
+        self._samples = self._read(self._plan(self._start, self._world), self._drawn.num_taken)
         self._note(self._start)
 
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
-from lightning_faulttolerant.streaming.epochs import Channel, IterationStart
+from lightning_faulttolerant.streaming.epochs import Channel, Drawn, IterationStart
 
 _ALIGNMENT = 64
 _FREE, _IN_USE = 0, 1
@@ -223,6 +223,8 @@ class StreamingDataLoader(DataLoader[Any]):
                 "tell which samples were consumed. Use in_order=True."
             )
         self._channel = Channel(is_shared=self.persistent_workers)
+        is_own = type(self.dataset).__iter__ is not StreamingDataset.__iter__
+        self._uneven = torch.zeros(1, dtype=torch.uint8).share_memory_() if is_own else None  # type: ignore[no-untyped-call]
         self._batches: _Place | None = None
 
     def __iter__(self) -> Any:
@@ -234,26 +236,26 @@ class StreamingDataLoader(DataLoader[Any]):
         assert isinstance(dataset, StreamingDataset)
         start = dataset.begin_epoch(batch_size=self.batch_size or 1, drop_last=self.drop_last)
         # Only our own collate sees the samples, and it copies their contents.
-        are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
+        are_lent = self.collate_fn is collate and self._uneven is None
         start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
-        with dataset.told_by(self._channel, is_read_here=not self.num_workers), self._sharing(are_lent=are_lent):
+        with dataset.told_by(self._channel, is_read_here=not self.num_workers), self._collating(are_lent=are_lent):
             batches = super().__iter__()
         self._batches = _Place(dataset, start, drop_last=self.drop_last)
         return batches, self._batches
 
     @contextlib.contextmanager
-    def _sharing(self, *, are_lent: bool) -> Iterator[None]:
-        """Let workers that are created in the block share memory with this process for all their batches."""
-        memory = self._new_memory() if are_lent and self.num_workers else None
-        if memory is None:
-            yield
-            return
-        self.collate_fn = SharedCollate(memory)  # torch's iterator keeps it, and with it the memory
+    def _collating(self, *, are_lent: bool) -> Iterator[None]:
+        """Let an iterator that is created in the block share the memory of its batches, or count what it draws."""
+        own, memory = self.collate_fn, self._new_memory() if are_lent and self.num_workers else None
+        if memory is not None:
+            self.collate_fn = SharedCollate(memory)  # torch's iterator keeps it, and with it the memory
+        elif self._uneven is not None:
+            self.collate_fn = _CountingCollate(own, self.dataset, self._uneven, is_batched=self.batch_size is not None)
         try:
             yield
         finally:
-            self.collate_fn = collate
+            self.collate_fn = own
 
     def _new_memory(self) -> BatchMemory | None:
         context = self.multiprocessing_context or multiprocessing.get_context()
@@ -270,11 +272,18 @@ class StreamingDataLoader(DataLoader[Any]):
         """Return the position after the last batch that was handed out; below 1 kB, the same on every rank.
 
         Raises:
-            StreamingError: If the position is unknown, because an iterator was moved without the loader's knowledge.
+            StreamingError: If the position is unknown, because an iterator was moved without the loader's knowledge, or
+                because the data set's own ``__iter__`` filters, packs, or multiplies samples.
         """
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
         if self._batches is not None and dataset.book.has_begun:
+            if self._uneven is not None and self._uneven[0] and self._batches.is_inside:
+                raise StreamingError(
+                    f"{type(dataset).__name__}.__iter__ does not yield one sample for each sample that it reads, so "
+                    "the number of batches does not tell where it is. A resume would repeat or lose samples. Use "
+                    "ResumableDataLoader, which is exact with it, or filter and pack in collate_fn."
+                )
             return self._batches.state_dict()
         return dataset.state_at(*dataset.book.place)
 
@@ -305,6 +314,12 @@ class _Place:
         self._num_planned = deal.num_samples // start.batch_size if drop_last else deal.num_steps
         self.num_put = dataset.book.num_put
         self.num_batches = 0
+        self._is_over = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the position is neither the beginning nor the end of the iteration."""
+        return self.num_batches > 0 and not self._is_over
 
     @property
     def is_left(self) -> bool:
@@ -318,11 +333,14 @@ class _Place:
                 "A state was loaded into the iterator of this data set, so the loader doesn't know its position."
                 " Load the loader's state instead, or leave both to FaultTolerance."
             )
+        if self._is_over:
+            return self._dataset.state_at(self._start.epoch + 1, 0)
         sample = self._start.sample + self.num_batches * self._step
         return self._dataset.state_at(self._start.epoch, sample, least=self._least)
 
     def check_end(self) -> None:
         """Raise StreamingError if the iteration ends before all planned batches were handed out."""
+        self._is_over = True
         is_own = type(self._dataset).__iter__ is not StreamingDataset.__iter__
         if is_own or self._dataset.book.is_moved or self.num_batches == self._num_planned:
             return
@@ -360,6 +378,26 @@ class _CountedBatches(Iterator[Any]):
                 " iteration begins: make a new iterator, by iter() or a new for loop."
             )
         self._batches, self._place = self._loader.make_batches()
+
+
+class _CountingCollate:
+    """Collates, and notes when samples of a data set's own ``__iter__`` are not those that it has drawn, one by one."""
+
+    def __init__(self, collate_fn: Any, dataset: Any, uneven: torch.Tensor, *, is_batched: bool) -> None:
+        self._collate, self._dataset, self._uneven, self._is_batched = collate_fn, dataset, uneven, is_batched
+        self._drawn: Drawn | None = None
+        self._num_passed = 0
+
+    def __call__(self, samples: Any) -> Any:
+        info = get_worker_info()
+        dataset: Any = self._dataset if info is None else info.dataset
+        drawn = dataset.book.drawn
+        if drawn is not self._drawn:
+            self._drawn, self._num_passed = drawn, 0
+        self._num_passed += len(samples) if self._is_batched else 1
+        if self._num_passed != drawn.num_taken:
+            self._uneven[0] = 1
+        return self._collate(samples)
 
 
 def collate(samples: Sequence[Any]) -> Any:

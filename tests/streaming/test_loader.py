@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_faulttolerant
-from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import StreamingError
 from tests.streaming.shard_files import batches, numbers, write
 
@@ -260,3 +260,63 @@ def test_an_iteration_that_is_a_generator_is_that_of_the_loader(tmp_path: Path, 
     next(iterator)
     resumed.load_state_dict(generated.state_dict())
     assert numbers(resumed) == numbers(iterator)
+
+
+class _Mapped(StreamingDataset):
+    def __iter__(self) -> Any:
+        return map(dict, super().__iter__())
+
+
+class _Filtered(StreamingDataset):
+    def __iter__(self) -> Any:
+        return (sample for sample in super().__iter__() if sample["n"] < 10 or sample["n"] % 5)
+
+
+class _Packed(StreamingDataset):
+    def __iter__(self) -> Any:
+        samples = super().__iter__()
+        for first, second in zip(samples, samples, strict=False):
+            yield {"n": first["n"] + second["n"]}
+
+
+class _Multiplied(StreamingDataset):
+    def __iter__(self) -> Any:
+        return (sample for sample in super().__iter__() for _ in range(2))
+
+
+class _Delayed(StreamingDataset):
+    def __iter__(self) -> Any:
+        return (sample for sample, _ in itertools.pairwise(super().__iter__()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", [_Mapped, _Filtered, _Packed, _Multiplied, _Delayed])
+def test_a_data_set_that_changes_the_number_of_samples_has_no_wrong_position(
+    tmp_path: Path, kind: type[StreamingDataset], num_workers: int
+) -> None:
+    """At each batch, the state is exact or refused, and then ResumableDataLoader's is exact."""
+    write(tmp_path, 36)
+
+    def loader(of: type[Any] = StreamingDataLoader) -> Any:
+        return of(kind(tmp_path, batch_size=4), batch_size=4, num_workers=num_workers)
+
+    whole, refused, running = batches(loader()), list[str](), loader()
+    for number, _ in enumerate(running, start=1):
+        try:
+            state = running.state_dict()
+        except StreamingError as error:
+            refused.append(str(error))
+            continue
+        if num_workers == 0 or number in (1, len(whole) // 2):
+            resumed = loader()
+            resumed.load_state_dict(state)
+            assert batches(resumed) == (whole[number:] or whole)
+    assert bool(refused) == (kind is not _Mapped)
+    assert all("ResumableDataLoader" in error for error in refused)
+    assert running.state_dict()["sample_in_epoch"] == 0
+    first = loader(ResumableDataLoader)
+    for _ in itertools.islice(first, number // 2):
+        state = first.state_dict()
+    second = loader(ResumableDataLoader)
+    second.load_state_dict(state)
+    assert batches(second) == whole[number // 2 :]
