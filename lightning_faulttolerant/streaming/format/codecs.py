@@ -287,6 +287,8 @@ class RawImage(Encoding):
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a value."""
         expect_type(value, _pillow().Image, encoding="pil")
+        if value.mode.startswith("P"):
+            raise ValueError("the palette is not stored. Store image.convert('RGB'), or use 'png'")
         mode: bytes = value.mode.encode()
         pixels: bytes = value.tobytes()
         return self._head.pack(*value.size, len(mode)) + mode + pixels
@@ -377,7 +379,9 @@ class JpegArray(Encoding):
         elements = list(value)
         for element in elements:
             expect_type(element, (bytes, bytearray), encoding="jpeg_array")
-        return _packed([bytes(element) for element in elements])
+        packed = _packed([bytes(element) for element in elements])
+        self.check(packed)
+        return packed
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> list[object]:
         """Return the value of ``buffer[begin:end]``."""

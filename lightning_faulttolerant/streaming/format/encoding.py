@@ -12,6 +12,7 @@ import json
 import math
 import mmap
 import pickle
+import pickletools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from decimal import Decimal
@@ -84,6 +85,10 @@ class Encoding(ABC):
         Raises:
             ValueError: If the bytes don't encode a value.
         """
+
+    def check(self, payload: bytes) -> None:
+        """Raise an error unless bytes encode a value."""
+        self.decode(payload, 0, len(payload))
 
     def lend(self, buffer: Buffer, begin: int, end: int) -> object:
         """Return the value of ``buffer[begin:end]``, perhaps as a read-only view of the buffer."""
@@ -183,8 +188,13 @@ class Scalar(Encoding):
 
     def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
-        converted = self._dtype.type(value)
-        if self._dtype.kind in "iu" and converted != value:
+        number: Any = value.item() if isinstance(value, np.generic) else value
+        if isinstance(number, str) or np.ndim(number):
+            raise WrongTypeError(f"a column of {self._dtype.name} holds numbers, got {type(value).__name__}")
+        with np.errstate(over="ignore"):
+            converted = self._dtype.type(value)
+        is_integer = self._dtype.kind in "iu" or isinstance(number, int)
+        if converted.item() != number if is_integer else np.isinf(converted) and not math.isinf(number):
             raise ValueError(f"{value!r} is not a number of {self._dtype.name}: it would become {converted!r}")
         return bytes(converted.tobytes())
 
@@ -223,15 +233,28 @@ class Digits(Encoding):
 
 
 class Json(Encoding):
-    """Any value that JSON supports; arrays become lists."""
+    """Any value that JSON returns as it was; arrays become lists."""
 
     def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
-        return json.dumps(value.tolist() if isinstance(value, np.ndarray) else value).encode()
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        text = json.dumps(value)
+        found = json.loads(text)
+        if not _is_same(value, found):
+            raise ValueError(f"JSON turns it into {found!r:.100} (its keys are text, and it has no tuples)")
+        return text.encode()
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Any:
         """Return the value of ``buffer[begin:end]``."""
         return json.loads(buffer[begin:end])
+
+
+def _is_same(value: Any, found: Any) -> bool:
+    if isinstance(found, dict):
+        return value.keys() == found.keys() and all(_is_same(value[name], found[name]) for name in found)
+    if isinstance(found, list):
+        return isinstance(value, list) and all(map(_is_same, value, found))
+    return bool(value == found or (value != value and found != found))  # NaN
 
 
 class Pickled(Encoding):
@@ -242,6 +265,11 @@ class Pickled(Encoding):
     def encode(self, value: object) -> bytes:
         """Return the bytes of a value."""
         return pickle.dumps(value)
+
+    def check(self, payload: bytes) -> None:
+        """Raise an error unless bytes are a whole pickle. Nothing of it is run."""
+        for _ in pickletools.genops(payload):
+            pass
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Any:
         """Return the value of ``buffer[begin:end]``."""

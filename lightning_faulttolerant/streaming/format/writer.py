@@ -5,18 +5,19 @@ The index is written last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from lightning_faulttolerant.streaming.format.codecs import compress, extension, is_known_compression
-from lightning_faulttolerant.streaming.format.encoding import expect_type
+from lightning_faulttolerant.streaming.format.encoding import WrongTypeError, expect_type
 from lightning_faulttolerant.streaming.format.index import (
     SEPARATORS,
     TEXT_ENCODINGS,
@@ -215,6 +216,19 @@ def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
     return table
 
 
+@contextlib.contextmanager
+def _column(name: str, value: object) -> Iterator[None]:
+    """Let errors of the block name the column, and be of the kinds that ``write`` promises."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except TypeError as error:
+        raise WrongTypeError(f"Column {name!r}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"Column {name!r} can't hold {type(value).__name__} {value!r:.100}: {error}") from error
+
+
 def _num_bytes(size_limit: int | str | None) -> int | None:
     """Return a limit in bytes; ``None`` and 0 mean no limit."""
     if not size_limit:
@@ -283,12 +297,13 @@ class MDSWriter(DatasetWriter):
         lengths, payloads = [], []
         for name, encoding in zip(self.column_names, self._encodings, strict=True):
             value = sample[name]
-            # Bytes are stored unchanged in any column: images then need not be encoded again.
-            payload = value if isinstance(value, bytes) else encoding.encode(value)
+            with _column(name, value):
+                # Bytes are stored unchanged in any column: images then need not be encoded again.
+                if isinstance(value, bytes):
+                    encoding.check(value)
+                payload = value if isinstance(value, bytes) else encoding.encode(value)
             if encoding.size is None:
                 lengths.append(len(payload))
-            elif len(payload) != encoding.size:
-                raise ValueError(f"Column {name!r} holds {encoding.size} bytes, got {len(payload)}.")
             payloads.append(payload)
         return np.array(lengths, "<u4").tobytes() + b"".join(payloads)
 
@@ -334,7 +349,8 @@ class TextWriter(DatasetWriter):
     def encode_sample(self, sample: Mapping[str, object]) -> bytes:
         """Return the line of a sample."""
         for name, encoding in self.columns.items():
-            expect_type(sample[name], _TYPES[encoding], encoding=encoding)
+            with _column(name, sample[name]):
+                expect_type(sample[name], _TYPES[encoding], encoding=encoding)
         return (self._line(sample) + self.newline).encode()
 
     def _encoded_shard(self, samples: list[bytes]) -> dict[str, bytes]:

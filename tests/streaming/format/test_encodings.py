@@ -141,6 +141,11 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
         ("uint8", np.int64(256)),
         ("int8", 1.5),
         ("uint32", np.int64(-1)),
+        ("float16", 1e6),
+        ("float32", 2**24 + 1),
+        ("json", {1: "a"}),
+        ("json", [{"a": (1, 2)}]),
+        ("pil", Image.new("P", (2, 2))),
         ("ndarray", np.zeros(0)),
         ("ndarray", np.array(1.0)),
         ("ndarray", np.zeros((2, 0), np.int32)),
@@ -195,17 +200,53 @@ def test_a_picture_of_more_pixels_than_bytes_is_not_made_room_for() -> None:
 
 
 def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
-    """In a column of any encoding, bytes count as already encoded; a fixed size is checked."""
+    """In a column of any encoding, bytes count as already encoded; only what can be read is taken."""
     data = jpeg_bytes()
     sample = {"j": data, "i": (7).to_bytes(8, "little"), "s": b"\xc3\xbc"}
     out = write(MDSWriter, tmp_path / "out", {"j": "jpeg", "i": "int", "s": "str"}, [sample])
     (found,) = read(out)
     assert (found["i"], found["s"], found["j"].size) == (7, "ü", (5, 7))
-    with MDSWriter(columns={"i": "int"}, out=str(tmp_path / "other")) as writer:
-        with pytest.raises(ValueError, match="Column 'i' holds 8 bytes, got 7"):
-            writer.write({"i": b"1234567"})
-        with pytest.raises(KeyError, match="i"):
-            writer.write({"x": 1})
+    with MDSWriter(columns={"i": "int"}, out=str(tmp_path / "other")) as writer, pytest.raises(KeyError, match="i"):
+        writer.write({"x": 1})
+
+
+WRONG = b"\xfb\xff"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        *((name, WRONG, ValueError) for name in ENCODINGS if name not in ("bytes", "uint16", "int16", "float16")),
+        ("ndarray:int32", WRONG, ValueError),
+        ("ndarray:int32:2", b"1234567", ValueError),
+        ("jpeg_array", [WRONG], ValueError),
+        ("jpeg", Image.new("RGBA", (2, 2)), ValueError),
+        ("int", 2**63, ValueError),
+        ("int8", 300, ValueError),
+        ("float32", np.zeros(1), TypeError),
+        ("float32", "1", TypeError),
+        ("str", "\ud800", ValueError),
+        ("json", {"a": np.int64(1)}, TypeError),
+        ("json", {"a": {1}}, TypeError),
+        ("pkl", lambda: 0, ValueError),
+    ],
+)
+def test_a_value_that_a_column_can_not_hold_is_an_error_of_write(
+    name: str, value: Any, kind: type[Exception], tmp_path: Path
+) -> None:
+    """What could not be read again is refused where it is written, by the column's name, and nothing else is lost."""
+    with MDSWriter(columns={"i": "int", "it": name}, out=str(tmp_path)) as writer:
+        with pytest.raises(kind, match="Column 'it'"):
+            writer.write({"i": 0, "it": value})
+        writer.write({"i": 1, "it": _right(name)})
+    assert [sample["i"] for sample in read(tmp_path, allow_unsafe_types=True)] == [1]
+
+
+def _right(name: str) -> Any:
+    value = next((value for case, value in CASES if case == name), None)
+    if value is None:
+        value = {"ndarray:int32:2": array("int32", (2,)), "jpeg": image()}.get(name, [jpeg_bytes()])
+    return [image()] if name.startswith("list") else value
 
 
 @pytest.mark.parametrize("name", ["ndarray", "ndarray:float64", "ndarray:float64:3,2", "ndarray:float64:3,400"])

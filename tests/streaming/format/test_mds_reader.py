@@ -276,7 +276,9 @@ def test_no_value_is_made_of_bytes_after_its_sample(tmp_path: Path) -> None:
 
 def test_a_value_that_can_not_be_decoded_names_its_sample(tmp_path: Path) -> None:
     """Bytes that are not UTF-8 text are a damaged shard, not a decoding error without context."""
-    out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": b"\xff"}] * 2 + [{"s": "x"}] * 18)
+    out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": "bad"}] * 2 + [{"s": "x"}] * 18)
+    path = out / "shard.00000.mds"
+    path.write_bytes(path.read_bytes().replace(b"bad", b"b\xffd"))
     reader = opened(out)
     with pytest.raises(DamagedShardError, match=r"sample 0 can't be decoded \(.*utf-8"):
         list(reader.samples(range(20)))
