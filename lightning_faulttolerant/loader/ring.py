@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,12 +16,13 @@ from multiprocessing.util import Finalize
 
 import torch
 
-# Process id of the worker; 1 once the main process wants it to exit; for an iterable data set, the number of its
-# iteration, and the number of batches fetched by the worker when that began, and when it ran out of samples.
-_WORKER_HEADER = struct.Struct("<qqqqq")
-_NOTE_HEADER = struct.Struct("<q")  # length of the worker's message, which follows it
+# The numbers of a worker, and where they are. For an iterable data set, it also notes the number of its iteration, and
+# how many batches it had fetched when that began, and when it ran out of samples.
+_PROCESS_ID, _IS_CLOSING, _ITERATION, _BEGAN, _ENDED, _NOTE_LENGTH, _NOTE = range(0, 56, 8)
 _NOTE_BYTES = 4096
-_SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or the length it needed
+# Of a slot: the number of batches fetched; how often it was written; the length of the state, or the length it needed;
+# the state.
+_COUNT, _WRITES, _LENGTH, _STATE = range(0, 32, 8)
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
 
@@ -41,74 +41,85 @@ class WorkerRing:
     def __init__(self, *, num_workers: int, num_slots: int, slot_bytes: int) -> None:
         self.num_workers = num_workers
         self.num_slots = num_slots
-        self.slot_bytes = slot_bytes + _SLOT_HEADER.size
+        self.slot_bytes = _STATE + -(-slot_bytes // 8) * 8  # a number that is not aligned is not written at once
         self._process_id = os.getpid()
         self._bytes: memoryview | None = None
+        self._numbers: memoryview | None = None
         self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8)
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
         for worker in range(num_workers):
             for slot in range(num_slots):
-                self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))
+                self._set(self._slot_offset(worker, slot) + _COUNT, _EMPTY)
         _rings.add(self)
         _close_at_the_end()
 
     @property
     def _worker_bytes(self) -> int:
-        return _WORKER_HEADER.size + _NOTE_BYTES + self.num_slots * self.slot_bytes
-
-    def _note_offset(self, worker: int) -> int:
-        return worker * self._worker_bytes + _WORKER_HEADER.size
+        return _NOTE + _NOTE_BYTES + self.num_slots * self.slot_bytes
 
     def _slot_offset(self, worker: int, count: int) -> int:
-        return self._note_offset(worker) + _NOTE_BYTES + (count % self.num_slots) * self.slot_bytes
+        return worker * self._worker_bytes + _NOTE + _NOTE_BYTES + (count % self.num_slots) * self.slot_bytes
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_bytes": None}  # addresses differ in another process
+        return {**vars(self), "_bytes": None, "_numbers": None}  # addresses differ in another process
 
-    def _view(self, offset: int, length: int) -> memoryview:
-        if self._bytes is None:
+    def _views(self) -> tuple[memoryview, memoryview]:
+        if self._bytes is None or self._numbers is None:
             self._bytes = _bytes_of(self._memory)
-        return self._bytes[offset : offset + length]
+            self._numbers = self._bytes.cast("q")
+        return self._bytes, self._numbers
+
+    def _read(self, offset: int, length: int) -> bytes:
+        return bytes(self._views()[0][offset : offset + length])
 
     def _write(self, offset: int, data: bytes) -> None:
-        self._view(offset, len(data))[:] = data
+        self._views()[0][offset : offset + len(data)] = data
+
+    def _get(self, offset: int) -> int:
+        return int(self._views()[1][offset // 8])
+
+    def _set(self, offset: int, number: int) -> None:
+        self._views()[1][offset // 8] = number
 
     # In a worker.
 
     def register(self, worker: int, process_id: int) -> None:
         """Note the process id of a new worker."""
-        self._write(worker * self._worker_bytes, struct.pack("<q", process_id))
+        self._set(worker * self._worker_bytes + _PROCESS_ID, process_id)
 
     def put(self, worker: int, count: int, state: bytes) -> None:
         """Leave the state of `worker` after `count` batches."""
         offset = self._slot_offset(worker, count)
         # The count is written last, so a half-written slot is never taken for a complete one.
-        self._write(offset, _SLOT_HEADER.pack(_EMPTY, len(state)))
-        if _SLOT_HEADER.size + len(state) <= self.slot_bytes:
-            self._write(offset + _SLOT_HEADER.size, state)
-        self._write(offset, struct.pack("<q", count))
+        self._set(offset + _COUNT, _EMPTY)
+        self._set(offset + _WRITES, self._get(offset + _WRITES) + 1)
+        self._set(offset + _LENGTH, len(state))
+        if _STATE + len(state) <= self.slot_bytes:
+            self._write(offset + _STATE, state)
+        self._set(offset + _COUNT, count)
 
     def note_begin(self, worker: int, iteration: int, count: int) -> None:
         """Note that `worker` begins `iteration` over its iterable data set after `count` batches."""
-        offset = worker * self._worker_bytes + 16
-        self._write(offset + 8, struct.pack("<qq", count, _EMPTY))
-        self._write(offset, struct.pack("<q", iteration))
+        offset = worker * self._worker_bytes
+        self._set(offset + _BEGAN, count)
+        self._set(offset + _ENDED, _EMPTY)
+        self._set(offset + _ITERATION, iteration)
 
     def note_end(self, worker: int, count: int) -> None:
         """Note that `worker` ran out of samples: its iteration ends after `count` batches."""
-        self._write(worker * self._worker_bytes + 32, struct.pack("<q", count))
+        self._set(worker * self._worker_bytes + _ENDED, count)
 
     def say(self, worker: int, sentences: Sequence[str]) -> None:
         """Replace the worker's earlier sentences for the main process; cut them off where the space ends."""
-        offset = self._note_offset(worker)
-        said = "\0".join(sentences).encode()[: _NOTE_BYTES - _NOTE_HEADER.size]
-        self._write(offset, _NOTE_HEADER.pack(0))
-        self._write(offset + _NOTE_HEADER.size, said)
-        self._write(offset, _NOTE_HEADER.pack(len(said)))
+        offset = worker * self._worker_bytes
+        said = "\0".join(sentences).encode()[:_NOTE_BYTES]
+        self._set(offset + _NOTE_LENGTH, 0)
+        self._write(offset + _NOTE, said)
+        self._set(offset + _NOTE_LENGTH, len(said))
 
     def is_closing(self, worker: int) -> bool:
         """Return whether the main process wants this worker to exit."""
-        return bool(_WORKER_HEADER.unpack(self._view(worker * self._worker_bytes, _WORKER_HEADER.size))[1])
+        return bool(self._get(worker * self._worker_bytes + _IS_CLOSING))
 
     # In the main process.
 
@@ -116,10 +127,9 @@ class WorkerRing:
         """Return the sentences that workers have left so far, each once."""
         found: dict[str, None] = {}
         for worker in range(self.num_workers):
-            offset = self._note_offset(worker)
-            [length] = _NOTE_HEADER.unpack(self._view(offset, _NOTE_HEADER.size))
-            if length:
-                said = bytes(self._view(offset + _NOTE_HEADER.size, length)).decode(errors="ignore")
+            offset = worker * self._worker_bytes
+            if length := self._get(offset + _NOTE_LENGTH):
+                said = self._read(offset + _NOTE, length).decode(errors="ignore")
                 found.update(dict.fromkeys(said.split("\0")))
         return list(found)
 
@@ -129,21 +139,19 @@ class WorkerRing:
         Raises:
             LookupError: If the worker is in another iteration.
         """
+        offset = worker * self._worker_bytes
         deadline = time.monotonic() + _WAIT_SECONDS
-        while True:
-            header = self._view(worker * self._worker_bytes, _WORKER_HEADER.size)
-            _, _, at, first, last = _WORKER_HEADER.unpack(header)
-            if at >= iteration or time.monotonic() > deadline:
-                break
+        while self._get(offset + _ITERATION) < iteration and time.monotonic() < deadline:
             time.sleep(0.001)
+        first, last = self._get(offset + _BEGAN), self._get(offset + _ENDED)
+        at = self._get(offset + _ITERATION)
         if at != iteration:
             raise LookupError(f"worker {worker} is in iteration {at} over its data set, not in {iteration}")
         return first, None if last == _EMPTY else last
 
     def has(self, worker: int, count: int) -> bool:
         """Return whether the state after `count` batches exists."""
-        offset = self._slot_offset(worker, count)
-        return bool(_SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))[0] == count)
+        return self._get(self._slot_offset(worker, count) + _COUNT) == count
 
     def get(self, worker: int, count: int) -> bytes:
         """Return the state of `worker` after `count` batches.
@@ -153,23 +161,30 @@ class WorkerRing:
         """
         offset = self._slot_offset(worker, count)
         deadline = time.monotonic() + _WAIT_SECONDS
-        written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
-        while written < count and time.monotonic() < deadline:  # batches handed out but not fetched yet
-            time.sleep(0.001)
-            written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
-        if written != count:
+        while True:
+            before = self._head(offset)
+            state = self._read(offset + _STATE, min(before[2], self.slot_bytes - _STATE))
+            is_whole = before == self._head(offset)  # the worker may have written it during the copy
+            if (is_whole and before[0] >= count) or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)  # handed out but not fetched yet
+        written, _, length = before
+        if written != count or not is_whole:
             raise LookupError(f"worker {worker} has no state after {count} batches in its ring (found {written})")
-        if _SLOT_HEADER.size + length > self.slot_bytes:
+        if _STATE + length > self.slot_bytes:
             raise LookupError(f"the state of worker {worker} has {length} bytes, but its slots have {self.slot_bytes}")
-        return bytes(self._view(offset + _SLOT_HEADER.size, length))
+        return state
+
+    def _head(self, offset: int) -> tuple[int, int, int]:
+        return self._get(offset + _COUNT), self._get(offset + _WRITES), self._get(offset + _LENGTH)
 
     def close(self) -> list[int]:
         """Tell the workers to exit; return the process ids of those that have started."""
         process_ids = []
         for worker in range(self.num_workers):
             offset = worker * self._worker_bytes
-            self._write(offset + 8, struct.pack("<q", 1))
-            process_ids.append(struct.unpack("<q", self._view(offset, 8))[0])
+            self._set(offset + _IS_CLOSING, 1)
+            process_ids.append(self._get(offset + _PROCESS_ID))
         return [process_id for process_id in process_ids if process_id]
 
 

@@ -5,6 +5,7 @@ If an exception ends them, what can still be saved is saved, and the exception i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -206,16 +207,15 @@ class AnySession(ABC):
 
     def close(self) -> None:
         """Give everything back. A second call does nothing more."""
-        try:
-            self._patches.undo()  # in reverse order: these patches wrap those of `Stopping`
-            self.stopping.close()
-            self.loaders.release_workers()
-            self.loaders.put_back()
-            self._files.put_back()
-            self._close_own()
-            self._beginning.close()
-        finally:
-            self._supervision.close()  # or what the script does next would count as a hang
+        with contextlib.ExitStack() as closing:  # each is called, whatever another one raises, and the last one first
+            closing.callback(self._supervision.close)  # or what the script does next would count as a hang
+            closing.callback(self._beginning.close)
+            closing.callback(self._close_own)
+            closing.callback(self._files.put_back)
+            closing.callback(self.loaders.put_back)
+            closing.callback(self.loaders.release_workers)
+            closing.callback(self.stopping.close)
+            closing.callback(self._patches.undo)  # they wrap those of `Stopping`
 
     def _begin_fetch(self) -> None:
         """Note that the evaluation in progress fetches a batch."""

@@ -6,6 +6,7 @@ enters a profiler context for each callback and hook, six times a step, but skip
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ class Patches:
     """Replacements of methods on single objects, all undone together."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     def wrap(self, owner: object, name: str, make: Callable[[Method], Method]) -> None:
         """Replace the method `name` of `owner` by the result of `make` for it."""
@@ -38,12 +39,14 @@ class Patches:
         had_own = name in vars(owner)
         original = getattr(owner, name)
         setattr(owner, name, value)
-        self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
+        if had_own:
+            self._undo.callback(setattr, owner, name, original)
+        else:
+            self._undo.callback(delattr, owner, name)
 
     def undo(self) -> None:
-        """Undo all replacements, the last one first."""
-        while self._undo:
-            self._undo.pop()()
+        """Undo all replacements, the last one first. An error of one is raised after all others are undone."""
+        self._undo.close()
 
 
 def then(follow: Callable[[], None]) -> Callable[[Method], Method]:

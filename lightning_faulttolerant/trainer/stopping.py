@@ -5,6 +5,7 @@ Under SLURM, it also knows when the job's time is over, which signal announces i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -392,9 +393,10 @@ class Stopping:
             self._end()
 
     def _end(self) -> None:
-        self.signals.uninstall()
-        self._patches.undo()
-        self._watch.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._watch.close)
+            closing.callback(self._patches.undo)
+            closing.callback(self.signals.uninstall)
 
     # What the seams do.
 

@@ -60,7 +60,7 @@ def test_state_that_is_too_long_is_refused_and_touches_nobody() -> None:
         for count in range(2):
             ring.put(worker, count, b"12345678")
     ring.put(0, 2, b"123456789")
-    with pytest.raises(LookupError, match="the state of worker 0 has 9 bytes, but its slots have 24"):
+    with pytest.raises(LookupError, match="the state of worker 0 has 9 bytes, but its slots have 32"):
         ring.get(0, 2)
     assert [ring.get(0, 1), ring.get(1, 0), ring.get(1, 1)] == [b"12345678"] * 3
 
@@ -90,6 +90,28 @@ def test_half_written_state_is_never_given() -> None:
     for count in (1, 2):
         with pytest.raises(LookupError):
             ring.get(0, count)
+
+
+def test_state_that_is_overwritten_while_it_is_read_is_never_torn() -> None:
+    """The reader looks again after the copy: it takes the new state of the same position, and no other one."""
+
+    class Overwritten(WorkerRing):
+        later = (1, b"new state")
+
+        def _read(self, offset: int, length: int) -> bytes:
+            begin = super()._read(offset, length // 2)
+            if self.later:
+                (count, state), self.later = self.later, ()
+                self.put(0, count, state)
+            return begin + super()._read(offset + length // 2, length - length // 2)
+
+    ring = Overwritten(num_workers=1, num_slots=1, slot_bytes=9)
+    ring.put(0, 1, b"old state")
+    assert ring.get(0, 1) == b"new state"
+    ring.later = (2, b"2nd state")
+    with pytest.raises(LookupError):
+        ring.get(0, 1)
+    assert ring.slot_bytes % 8 == 0  # or a count is not written at once
 
 
 def _work(ring: WorkerRing) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from lightning_faulttolerant.trainer.patches import Patches
 
 
@@ -65,3 +67,14 @@ def test_wrapper_takes_the_original_and_its_arguments() -> None:
     assert owner.add(1, second=2) == -30  # type: ignore[attr-defined]
     patches.undo()
     assert owner.add(1, second=2) == 3  # type: ignore[attr-defined]
+
+
+def test_an_error_leaves_no_other_patch_behind() -> None:
+    """If one replacement can't be undone, all others are, and the error is raised."""
+    owner, other, patches = Owner(), Owner(), Patches()
+    for each, name in ((owner, "first"), (other, "second"), (owner, "third")):
+        patches.wrap(each, "act", around(name))
+    del other.act  # type: ignore[method-assign] # the user's code has put it back
+    with pytest.raises(AttributeError):
+        patches.undo()
+    assert (owner.act(), "act" in vars(owner)) == ("original", False)

@@ -6,6 +6,7 @@ resumed step count as missing, and are overwritten. Files that it removed after 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,22 +110,21 @@ class _UsersDirectories:
     """The directories that the user gave to ModelCheckpoints which save elsewhere now."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self.have_moved = False
         """Whether the directories of this start differ from those of the first one."""
 
     def note(self, callback: ModelCheckpoint) -> None:
         """Note the directory of `callback`, before it is changed."""
-        self._undo.append(partial(setattr, callback, "dirpath", callback.dirpath))
+        self._undo.callback(setattr, callback, "dirpath", callback.dirpath)
 
     def forget(self) -> None:
         """Keep the changes."""
-        self._undo.clear()
+        self._undo.pop_all()
 
     def put_back(self) -> None:
         """Give each ModelCheckpoint the user's directory again."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 class CheckpointFiles:

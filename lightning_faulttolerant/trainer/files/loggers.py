@@ -8,6 +8,7 @@ Rows that were logged after the checkpoint are removed from the ``metrics.csv`` 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
@@ -49,7 +50,7 @@ class LoggerFiles:
         self._trainer = trainer
         self._patches = patches
         self._followers: dict[int, tuple[dict[str, object], _FileFollower]] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._is_starting = True
         self.notes: list[str] = []
         """What a user should know about loggers that could not continue."""
@@ -75,17 +76,17 @@ class LoggerFiles:
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
                 if state.get("purge_step", 0) > 0:  # from 0 on, TensorBoard drops hp_metric too
                     self._patches.around(logger, "log_hyperparams", self._without_hp_metric)
-                self._undo += [undo] if undo is not None else []
+                if undo is not None:
+                    self._undo.callback(undo)
 
     def settle(self) -> None:
         """Keep the changes: the run has resumed, and logs the dropped values again."""
         self._is_starting = False
-        self._undo.clear()
+        self._undo.pop_all()
 
     def put_back(self) -> None:
         """Put back the rows that were dropped if the run has not resumed: nothing would log them again."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _without_hp_metric(
         self, log_hyperparams: Method, params: object, metrics: object = None, *args: object, **kwargs: object
@@ -114,7 +115,7 @@ class LoggerFiles:
             self.notes.append(
                 f"{key} continues in {state['log_dir']}, where the first start of the run logged, not in {root}"
             )
-            self._undo.append(compat.set_save_dir(logger, save_dir))
+            self._undo.callback(compat.set_save_dir(logger, save_dir))
         compat.set_version(logger, state["version"])
         return True
 

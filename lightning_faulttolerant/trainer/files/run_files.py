@@ -7,12 +7,13 @@ configuration that a run began with is never lost.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +105,7 @@ class RunFiles:
         self.continues = False
         """Whether the existing files belong to the run that continues."""
         self._roots = roots_of(trainer)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self.moved_roots: Mapping[str, str] = {}
         """The first start's directories that differ from this start's, by name."""
 
@@ -164,7 +165,7 @@ class RunFiles:
         self._roots.update(roots)
         self._checkpoints.anchor = roots.get(WORKING_DIRECTORY)
         if DEFAULT_ROOT_DIR in roots:
-            self._undo.append(compat.set_default_root_dir(self._trainer, roots[DEFAULT_ROOT_DIR]))
+            self._undo.callback(compat.set_default_root_dir(self._trainer, roots[DEFAULT_ROOT_DIR]))
 
     def make_absolute(self, states: dict[str, object]) -> None:
         """Let the ModelCheckpoints load absolute paths if theirs are relative to the first start's directory.
@@ -176,17 +177,16 @@ class RunFiles:
 
     def settle(self) -> None:
         """Keep the changes: the run has resumed."""
-        self._undo.clear()
+        self._undo.pop_all()
         self._loggers.settle()
         self.experiments.settle()
         self._checkpoints.settle()
 
     def put_back(self) -> None:
         """Undo the changes: the run has not resumed."""
-        self._loggers.put_back()
-        self._checkpoints.put_back()
-        while self._undo:
-            self._undo.pop()()
+        with self._undo:
+            self._undo.callback(self._checkpoints.put_back)
+            self._undo.callback(self._loggers.put_back)
 
     def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
         """Let ModelCheckpoints continue. Call it when they are set up and before one saves.

@@ -466,9 +466,10 @@ class Loaders:
 
     def put_back(self) -> None:
         """Replace our copies by the loaders that Lightning would have without us."""
-        for combined in {*self._known.combined, *compat.combined_loaders(self._trainer)}:
-            combined.flattened = [user_loader(loader) for loader in combined.flattened]
-        for tracker in self._known.whole:
-            tracker.leave()
-        self._patches.undo()
-        self._known.clear()
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self._known.clear)
+            leaving.callback(self._patches.undo)
+            for tracker in self._known.whole:
+                leaving.callback(tracker.leave)
+            for combined in {*self._known.combined, *compat.combined_loaders(self._trainer)}:
+                combined.flattened = [user_loader(loader) for loader in combined.flattened]

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ _BUSY_POLL_SECONDS = 0.02
 _LAST_SECONDS = 1.0
 
 Message = dict[str, Any]
+_Excepthook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _DIED: Message = {"text": "has died", "code": 1, "lost": True}
 
@@ -119,6 +121,7 @@ class Watch:
 
     def start(self) -> None:
         """Start the thread."""
+        _give_excepthook_back()
         self._thread.start()
 
     def close(self) -> None:
@@ -235,13 +238,34 @@ def print_traceback(exception: BaseException, rank: int) -> None:
     trace = "".join(traceback.format_exception(exception))
     sys.stderr.write(f"\n[rank {rank}] FaultTolerance: an exception has ended this rank.\n{trace}")
     sys.stderr.flush()
-    original = sys.excepthook
+    _give_excepthook_back()
+    # Not the exception itself: its frames hold the model.
+    sys.excepthook = partial(_print_again, sys.excepthook, _innermost(exception), rank)
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if error is not exception:
-            original(kind, error, trace)
-            return
-        message = "".join(traceback.format_exception_only(kind, error)).rstrip()
-        sys.stderr.write(f"[rank {rank}] {message}\n[rank {rank}] Its traceback is printed above.\n")
 
-    sys.excepthook = excepthook
+def _print_again(
+    original: _Excepthook,
+    printed: list[str],
+    rank: int,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    _give_excepthook_back()
+    if _innermost(error) != printed:
+        original(kind, error, trace)
+        return
+    message = "".join(traceback.format_exception_only(kind, error)).rstrip()
+    sys.stderr.write(f"[rank {rank}] {message}\n[rank {rank}] Its traceback is printed above.\n")
+
+
+def _give_excepthook_back() -> None:
+    """Put back the hook that was there: the printed exception has ended the process, or the script has caught it."""
+    hook = sys.excepthook
+    if isinstance(hook, partial) and hook.func is _print_again:
+        sys.excepthook = hook.args[0]
+
+
+def _innermost(error: BaseException) -> list[str]:
+    """Return the last lines of a traceback. The first ones change as the exception leaves more functions."""
+    return [*traceback.format_tb(error.__traceback__)[-1:], *traceback.format_exception_only(error)]
