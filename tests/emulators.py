@@ -6,7 +6,6 @@ The servers, and the clients that `.venv` does not have, are in `.venv-stores` (
 from __future__ import annotations
 
 import json
-import site
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_faulttolerant.state.reachable import _installed
 from tests.s3 import CREDENTIALS, client, free_port, start_listening
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv-stores"
@@ -53,8 +51,6 @@ def use_clients() -> None:
     packages = str(_packages())
     if packages not in sys.path:
         sys.path.append(packages)
-        site.PREFIXES.append(str(ENVIRONMENT))
-        _installed.cache_clear()  # what is there is installed, not the user's
 
 
 def _packages() -> Path:

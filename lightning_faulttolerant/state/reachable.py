@@ -9,12 +9,14 @@ classes. Another part of the state has those.
 
 from __future__ import annotations
 
+import csv
 import functools
+import importlib.metadata
 import inspect
 import logging
 import os
+import pathlib
 import random
-import site
 import sys
 import sysconfig
 import types
@@ -119,15 +121,30 @@ def _is_users_name(name: str, path: str | None) -> bool:
 
 @functools.lru_cache(maxsize=16_384)
 def is_installed(path: str) -> bool:
-    """Return whether a file belongs to Python or to an installed package."""
-    return path.startswith(_installed()) or os.path.realpath(path).startswith(_installed())
+    """Return whether a file belongs to Python or to an installed package, wherever that is installed."""
+    return _is_installed(path) or _is_installed(os.path.realpath(path))
+
+
+def _is_installed(path: str) -> bool:
+    if path.startswith(_STANDARD_LIBRARY) or not _SITES.isdisjoint(path.split(os.sep)):
+        return True
+    return any(path in _recorded(str(directory)) for directory in pathlib.Path(path).parents if os.path.isabs(path))
+
+
+_SITES = frozenset({"site-packages", "dist-packages"})
+_STANDARD_LIBRARY = tuple({
+    form + os.sep
+    for name in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(inspect.getfile(os)))
+    for form in (name, os.path.realpath(name))
+})  # fmt: skip
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
-    names = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    names |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(inspect.getfile(os))}
-    return tuple({form for name in names if name for form in (name + os.sep, os.path.realpath(name) + os.sep)})
+def _recorded(directory: str) -> frozenset[str]:
+    """Return the files of the packages that are installed in a directory, as by ``pip install --target``."""
+    records = (found.read_text("RECORD") or "" for found in importlib.metadata.distributions(path=[directory]))
+    rows = csv.reader(line for record in records for line in record.splitlines())
+    return frozenset(os.path.join(directory, row[0]) for row in rows if row)
 
 
 _LIBRARIES = (

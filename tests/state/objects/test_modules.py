@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import types
@@ -14,7 +15,7 @@ import torch
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces, users_variables
-from lightning_faulttolerant.state.reachable import is_users, is_users_function
+from lightning_faulttolerant.state.reachable import is_users, is_users_function, is_users_module
 
 LOSSES: list[float] = []
 STEP = 0
@@ -76,6 +77,37 @@ def test_script_is_the_users(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("own", None)
+
+
+@pytest.mark.parametrize(
+    ("directory", "record", "is_installed"),
+    [
+        ("overlay/lib/python3/site-packages", "", True),
+        ("usr/lib/python3/dist-packages", "", True),
+        ("target", "elsewhere/__init__.py,sha256=x,12\n", True),
+        ("target", "elsewhere-1.0.dist-info/METADATA,,\n__editable__.elsewhere.pth,,\n", False),
+        ("project", None, False),
+    ],
+    ids=["overlay", "Debian", "target", "editable", "project"],
+)
+def test_packages_installed_elsewhere(
+    directory: str, record: str | None, is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is installed outside of this interpreter is not the user's; a script next to it is."""
+    root = tmp_path / directory
+    (root / "elsewhere").mkdir(parents=True)
+    (root / "elsewhere" / "__init__.py").write_text("VALUE = 1\n")
+    (root / "elsewhere_script.py").write_text("VALUE = 1\n")
+    if record:
+        info = root / "elsewhere-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Name: elsewhere\nVersion: 1.0\n")
+        (info / "RECORD").write_text(record)
+    monkeypatch.syspath_prepend(root)
+    for name, is_own in (("elsewhere", not is_installed), ("elsewhere_script", "-packages" not in directory)):
+        module = importlib.import_module(name)
+        del sys.modules[name]
+        assert is_users_module(module) == is_own
 
 
 class MissingPackageError(ImportError):
