@@ -254,7 +254,11 @@ def counts_now(ring: WorkerRing, iteration: int, num_given: int) -> list[int]:
         counts = [first - (worker - num_given) // ring.num_workers for worker, (first, _) in enumerate(spans)]
         if all(last is None and ring.has(w, counts[w]) for w, (_, last) in enumerate(spans)):
             return counts
-        if time.monotonic() > deadline:
+        if any(last is not None for _, last in spans):
+            is_over = time.monotonic() > deadline
+        else:
+            is_over = not all(ring.is_working(w) for w, count in enumerate(counts) if not ring.has(w, count))
+        if is_over:
             raise NotExactError(
                 "An epoch ended while some of the persistent workers had run out of samples of their iterable data "
                 "set and others had not. How far these have fetched ahead depends on their speed, so their random "

@@ -8,6 +8,7 @@ overwritten, is never taken for the right one.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import time
 import weakref
@@ -16,15 +17,16 @@ from multiprocessing.util import Finalize
 
 import torch
 
+from lightning_faulttolerant.processes import is_running
+
 # The numbers of a worker, and where they are. For an iterable data set, it also notes the number of its iteration, and
 # how many batches it had fetched when that began, and when it ran out of samples.
-_PROCESS_ID, _IS_CLOSING, _ITERATION, _BEGAN, _ENDED, _NOTE_LENGTH, _NOTE = range(0, 56, 8)
+_PROCESS_ID, _IS_CLOSING, _HAS_FAILED, _ITERATION, _BEGAN, _ENDED, _NOTE_LENGTH, _NOTE = range(0, 64, 8)
 _NOTE_BYTES = 4096
 # Of a slot: the number of batches fetched; how often it was written; the length of the state, or the length it needed;
 # the state.
 _COUNT, _WRITES, _LENGTH, _STATE = range(0, 32, 8)
 _EMPTY = -1
-_WAIT_SECONDS = 5.0
 
 
 _rings: weakref.WeakSet[WorkerRing] = weakref.WeakSet()
@@ -109,6 +111,10 @@ class WorkerRing:
         """Note that `worker` ran out of samples: its iteration ends after `count` batches."""
         self._set(worker * self._worker_bytes + _ENDED, count)
 
+    def note_failure(self, worker: int) -> None:
+        """Note that `worker` could not fetch a batch: it leaves no state after it."""
+        self._set(worker * self._worker_bytes + _HAS_FAILED, 1)
+
     def say(self, worker: int, sentences: Sequence[str]) -> None:
         """Replace the worker's earlier sentences for the main process; cut them off where the space ends."""
         offset = worker * self._worker_bytes
@@ -133,6 +139,14 @@ class WorkerRing:
                 found.update(dict.fromkeys(said.split("\0")))
         return list(found)
 
+    def is_working(self, worker: int) -> bool:
+        """Return whether `worker` still fetches what it was given, or may."""
+        offset = worker * self._worker_bytes
+        process_id = self._get(offset + _PROCESS_ID)
+        if self._get(offset + _HAS_FAILED):
+            return False
+        return is_running(process_id) if process_id else bool(multiprocessing.active_children())
+
     def span(self, worker: int, iteration: int) -> tuple[int, int | None]:
         """Return the number of batches that `worker` had fetched when `iteration` began, and when it ended, if it has.
 
@@ -140,8 +154,7 @@ class WorkerRing:
             LookupError: If the worker is in another iteration.
         """
         offset = worker * self._worker_bytes
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while self._get(offset + _ITERATION) < iteration and time.monotonic() < deadline:
+        while self._get(offset + _ITERATION) < iteration and self.is_working(worker):
             time.sleep(0.001)
         first, last = self._get(offset + _BEGAN), self._get(offset + _ENDED)
         at = self._get(offset + _ITERATION)
@@ -160,14 +173,15 @@ class WorkerRing:
             LookupError: If the slot was overwritten, never written, or too small for the state.
         """
         offset = self._slot_offset(worker, count)
-        deadline = time.monotonic() + _WAIT_SECONDS
+        is_over = False
         while True:
             before = self._head(offset)
             state = self._read(offset + _STATE, min(before[2], self.slot_bytes - _STATE))
             is_whole = before == self._head(offset)  # the worker may have written it during the copy
-            if (is_whole and before[0] >= count) or time.monotonic() > deadline:
+            if (is_whole and before[0] >= count) or is_over:
                 break
-            time.sleep(0.001)  # handed out but not fetched yet
+            is_over = not self.is_working(worker)  # it was handed out, but may not be fetched yet
+            time.sleep(0.001)
         written, _, length = before
         if written != count or not is_whole:
             raise LookupError(f"worker {worker} has no state after {count} batches in its ring (found {written})")

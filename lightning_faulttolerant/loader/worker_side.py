@@ -20,6 +20,7 @@ from typing import Any, final
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators, stateful_dataset
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
@@ -177,6 +178,7 @@ class WorkerSide:
         [start] = self._starts
         start.ring.register(worker_id, os.getpid())
         _handle_signals(start.ring, worker_id)
+        _note_failures(start.ring, worker_id)
         if self._iterable is not None:
             # Users must see their own object; torch's class forbids a plain assignment.
             object.__setattr__(get_worker_info(), "dataset", self._iterable.user_dataset)
@@ -337,6 +339,25 @@ def _handle_signals(ring: WorkerRing, worker: int) -> None:
             os._exit(0)
 
     signal.signal(signal.SIGTERM, end_if_closing)
+
+
+def _note_failures(ring: WorkerRing, worker: int) -> None:
+    """Let torch's fetchers in this worker note a batch that fails: it reaches no `collate`, and leaves no state."""
+    for kind in (_MapDatasetFetcher, _IterableDatasetFetcher):
+        setattr(kind, "fetch", _noting_failures(kind.fetch, ring, worker))  # noqa: B010 - mypy refuses an assignment
+
+
+def _noting_failures(fetch: Callable[..., object], ring: WorkerRing, worker: int) -> Callable[..., object]:
+    def noting(fetcher: object, index: object) -> object:
+        try:
+            return fetch(fetcher, index)
+        except StopIteration:
+            raise
+        except BaseException:
+            ring.note_failure(worker)
+            raise
+
+    return noting
 
 
 def worker_side_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -390,3 +392,57 @@ def test_subclasses_resume() -> None:
     resumed.load_state_dict(state)
     assert [listed(batch) for batch in resumed] == rest
     assert len(resumed) == 3
+
+
+class Slow(Dataset[float]):
+    """Loads one sample in 6 seconds, and can't load another one."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        if index == 6:
+            raise OSError("a broken file")
+        time.sleep(6 * (index == 2))
+        return random.random()
+
+
+class SlowStream(IterableDataset[float]):
+    """Loads its second sample in 6 seconds."""
+
+    def __iter__(self) -> Iterator[float]:
+        for k in range(5):
+            time.sleep(6 * (k == 1))
+            yield random.random()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dataset", [Slow(), SlowStream()], ids=["map-style", "iterable"])
+def test_state_waits_for_a_slow_worker(dataset: Any) -> None:
+    """A state that needs what persistent workers still fetch waits for it, however long that takes."""
+    states, rests = [], []
+    for _ in range(2):
+        loader = ResumableDataLoader(
+            dataset, num_workers=2, batch_size=None, prefetch_factor=1, persistent_workers=True
+        )
+        seed(1)
+        if states:
+            loader.load_state_dict(states[0])
+        else:
+            next(iter(loader))
+            loader.end_epoch()
+            states.append(loader.state_dict())
+        rests.append([float(next(batches)) for batches in [iter(loader)] for _ in range(4)])
+    assert rests[0] == rests[1]
+
+
+@pytest.mark.slow
+def test_state_does_not_wait_for_a_batch_that_failed() -> None:
+    """A worker that could not fetch what it was given leaves no state: that is said at once."""
+    loader = ResumableDataLoader(
+        Slow(), sampler=[0, 1, 6, 6], num_workers=2, batch_size=None, prefetch_factor=2, persistent_workers=True
+    )
+    next(iter(loader))
+    loader.end_epoch()
+    with pytest.raises(NotExactError, match="no state after 2 batches"):
+        loader.state_dict()

@@ -11,14 +11,7 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.loader import ring as ring_module
 from lightning_faulttolerant.loader.ring import WorkerRing
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait only briefly for states that never come."""
-    monkeypatch.setattr(ring_module, "_WAIT_SECONDS", 0.02)
 
 
 @given(
@@ -65,13 +58,16 @@ def test_state_that_is_too_long_is_refused_and_touches_nobody() -> None:
     assert [ring.get(0, 1), ring.get(1, 0), ring.get(1, 1)] == [b"12345678"] * 3
 
 
-def test_state_that_is_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that was handed out, but is not fetched yet, is waited for."""
-    monkeypatch.setattr(ring_module, "_WAIT_SECONDS", 5.0)
+def test_state_that_is_on_its_way_is_waited_for() -> None:
+    """A batch that was handed out, but is not fetched yet, is waited for, unless its worker could not fetch it."""
     ring = WorkerRing(num_workers=1, num_slots=2, slot_bytes=8)
+    ring.register(0, os.getpid())
     ring.put(0, 0, b"first")
     threading.Timer(0.05, ring.put, (0, 1, b"second")).start()
     assert ring.get(0, 1) == b"second"
+    threading.Timer(0.05, ring.note_failure, (0,)).start()
+    with pytest.raises(LookupError, match="no state after 2 batches"):
+        ring.get(0, 2)
 
 
 def test_half_written_state_is_never_given() -> None:
