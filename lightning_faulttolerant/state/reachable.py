@@ -198,7 +198,7 @@ _OPAQUE_ROOTS = {"IPython", "PIL", "_asyncio", "_io", "_pytest", "argparse", "as
                  "pytest", "ray", "re", "sqlalchemy", "threading", "traitlets", "typing", "weakref", "zmq"}  # fmt: skip
 # Our own objects that a run's callbacks can reach hold the whole run, and the user's loaders by a second path.
 # A streaming data set knows each of its shards, and draws from no generator that it keeps.
-_STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
+_STREAMING = ("batch_memory", "cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
 # The items of a corpus that lhotse lists: up to millions of cuts and recordings.
 MANIFESTS = ("lhotse.array", "lhotse.audio", "lhotse.cut", "lhotse.features", "lhotse.lazy", "lhotse.serialization",
              "lhotse.shar", "lhotse.supervision")  # fmt: skip

@@ -1,25 +1,14 @@
 """The loader of a streaming data set: it counts the samples that it hands out, and its state contains the count.
 
 It collates as torch's `default_collate` does, faster for dicts of integers and arrays.
-
-torch creates a file in memory for each tensor of a batch, and both processes map it. For large batches, its new pages
-take longer than the copy into them. Here, the main process shares memory with its workers, and its pages exist already.
-The main process frees a part when the last tensor, array, or view of its batch is gone, which Python's reference counts
-tell exactly. A worker never waits: without a free part, its batch takes torch's way. A forked child has the tensors of
-its parent, but not its reference counts. So the parts whose batches a fork copies are never used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import itertools
-import mmap
 import multiprocessing
-import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -27,159 +16,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.batch_memory import BatchMemory, WorkerPart, free_parts_of_ended_children
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.epochs import Channel, Drawn, IterationStart
-
-_ALIGNMENT = 64
-_FREE, _IN_USE = 0, 1
-_numbers = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An array of a batch in shared memory.
-
-    Args:
-        dtype: Its type, in NumPy's notation.
-        shape: Its shape.
-        offset: Where it begins in its part of the memory, in bytes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-@final
-class BatchMemory:
-    """The memory of one iterator's workers. Create it before they are forked.
-
-    Args:
-        num_workers: The number of workers.
-        batches_per_worker: How many batches of one worker may be in it at a time.
-        batch_bytes: The largest size of a batch.
-
-    Raises:
-        OSError: If the system does not have so much memory.
-    """
-
-    def __init__(self, *, num_workers: int, batches_per_worker: int, batch_bytes: int) -> None:
-        self._batches_per_worker = batches_per_worker
-        self._num_bytes = _up(batch_bytes, mmap.PAGESIZE)
-        num_parts = num_workers * batches_per_worker
-        self._begin = _up(num_parts, mmap.PAGESIZE)  # before it, each part has a byte that says if it is in use
-        self._pages = mmap.mmap(-1, self._begin + num_parts * self._num_bytes)
-        self._kind = type("_Part", (ctypes.c_uint8 * self._num_bytes,), {})  # unlike an array, it has weak references
-        self._handed_out: set[int] = set()
-        self._kept: set[int] = set()
-        self.number = next(_numbers)
-        """Its number in this process and in the workers."""
-        _all[self.number] = self
-
-    def part_of(self, worker: int) -> WorkerPart | None:
-        """Return a free part for the next batch of a worker; in that worker."""
-        first = worker * self._batches_per_worker
-        for part in range(first, first + self._batches_per_worker):
-            if self._pages[part] == _FREE:
-                return WorkerPart(self, part)
-        return None
-
-    def bytes_of(self, part: int) -> Any:
-        """Return the memory of a part, as an object of the buffer protocol."""
-        return self._kind.from_buffer(self._pages, self._begin + part * self._num_bytes)  # type: ignore[attr-defined]
-
-    def use(self, part: int) -> None:
-        """Note that a part holds a batch."""
-        self._pages[part] = _IN_USE
-
-    def hand_out(self, part: int) -> Any:
-        """Return the memory of a part in the main process. The part is free again when the last reference is gone."""
-        memory = self.bytes_of(part)
-        self._handed_out.add(part)
-        weakref.finalize(memory, self._free, part).atexit = False
-        return memory
-
-    def _free(self, part: int) -> None:
-        self._handed_out.discard(part)
-        if part not in self._kept:  # in a child, all that it has are kept
-            self._pages[part] = _FREE
-
-    def keep_for_child(self) -> None:
-        """Note that a child is about to have all batches that are in use, too: their parts are never used again."""
-        self._kept |= self._handed_out
-
-
-_all: weakref.WeakValueDictionary[int, BatchMemory] = weakref.WeakValueDictionary()
-
-
-def _keep_before_fork() -> None:
-    for memory in list(_all.values()):
-        memory.keep_for_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_keep_before_fork)
-
-
-@final
-class WorkerPart:
-    """The part of the memory that a worker's next batch is written to.
-
-    Args:
-        memory: The memory.
-        part: The number of the part.
-    """
-
-    def __init__(self, memory: BatchMemory, part: int) -> None:
-        self._memory = memory
-        self._part = part
-        self._bytes = np.frombuffer(memory.bytes_of(part), np.uint8)
-        self._end = 0
-
-    def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[np.ndarray[Any, Any], Stored] | None:
-        """Return a new array in this part, and its description; ``None`` if there is no room."""
-        begin, shape = _up(self._end, _ALIGNMENT), tuple(shape)
-        end = begin + int(np.prod(shape)) * dtype.itemsize
-        if end > len(self._bytes) or end == begin:
-            return None
-        self._end = end
-        return self._bytes[begin:end].view(dtype).reshape(shape), Stored(dtype.str, shape, begin)
-
-    def batch(self, columns: Mapping[str, object]) -> object:
-        """Return the batch, as an object that becomes a dict of tensors in the main process."""
-        if not self._end:
-            return dict(columns)
-        self._memory.use(self._part)
-        return _SentBatch(self._memory.number, self._part, columns)
-
-
-@final
-class _SentBatch:
-    """A batch on its way to the main process."""
-
-    def __init__(self, memory: int, part: int, columns: Mapping[str, object]) -> None:
-        self._sent = (memory, part, dict(columns))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, self._sent
-
-
-def _received(memory: int, part: int, columns: dict[str, object]) -> dict[str, object]:
-    """Return a batch in the main process: each array is a tensor in the memory of the part."""
-    handed_out = _all[memory].hand_out(part)
-    return {name: _tensor(handed_out, value) if isinstance(value, Stored) else value for name, value in columns.items()}
-
-
-def _tensor(memory: Any, stored: Stored) -> torch.Tensor:
-    dtype = np.dtype(stored.dtype)
-    count = int(np.prod(stored.shape))
-    return torch.from_numpy(np.frombuffer(memory, dtype, count, stored.offset).reshape(stored.shape))
-
-
-def _up(number: int, multiple: int) -> int:
-    """Return the next multiple."""
-    return -(-number // multiple) * multiple
-
 
 _BATCHES_IN_USE = 2  # of one worker: besides those fetched ahead, the one that is used, and the next one
 
@@ -363,6 +202,7 @@ class _CountedBatches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._place.is_left:
             self._begin_again()
+        free_parts_of_ended_children()
         try:
             batch = next(self._batches)
         except StopIteration:

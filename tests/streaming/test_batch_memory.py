@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.streaming.loader import BatchMemory, SharedCollate, collate
+from lightning_faulttolerant.streaming.batch_memory import BatchMemory, free_parts_of_ended_children
+from lightning_faulttolerant.streaming.loader import SharedCollate, collate
 from tests.streaming.same_batches import assert_same
 
 NUM_SAMPLES, BATCH_SIZE = 64, 2
@@ -112,12 +114,13 @@ class Filled:
     def num_free(self) -> int:
         """Return how many parts are free."""
         gc.collect()
+        free_parts_of_ended_children()
         free = 0
         while (part := self.memory.part_of(0)) is not None:
             self.memory.use(part._part)
             free += 1
         for number in range(2):
-            if number not in self.memory._handed_out | self.memory._kept:
+            if number not in {*self.memory._handed_out, *self.memory._kept}:
                 self.memory._pages[number] = 0
         return free
 
@@ -157,29 +160,38 @@ def test_a_full_memory_has_no_part() -> None:
     assert part.batch({"name": ["a"]}) == {"name": ["a"]}
 
 
-def in_child(function: Callable[[], object]) -> int:
-    """Return the exit code of a forked child that calls a function."""
-    process_id = os.fork()
-    if not process_id:
-        try:
-            function()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - the code tells
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-
-
-def test_parts_that_a_child_has_are_never_used_again() -> None:
+def test_parts_that_a_child_has_are_used_again_after_its_end() -> None:
     """A child forked meanwhile still has the batch when its parent has let go of it, and frees nothing itself."""
     filled = Filled()
-    batches = [filled.batch()]
-    assert in_child(batches.clear) == 0
-    assert filled.num_free() == 1
+    batches, (end, end_of_child) = [filled.batch()], os.pipe()
+    for _ in range(2):
+        if not os.fork():
+            batches.clear()
+            os.read(end, 1)
+            os._exit(0)
     batches.clear()
     assert filled.num_free() == 1
-    batches.append(filled.batch())  # after the fork
+    batches.append(filled.batch())  # after the forks
     batches.clear()
-    assert filled.num_free() == 1
+    for _ in range(2):
+        assert filled.num_free() == 1
+        os.write(end_of_child, b" ")
+        os.wait()
+    assert filled.num_free() == 2
+
+
+def test_other_loaders_in_the_loop_take_no_memory_away(directory: Path) -> None:
+    """After many validation runs, whose workers are forked while a batch is in use, batches still have its memory."""
+    fds = len(os.listdir("/proc/self/fd"))
+    batches = iter(loader_of(directory, prefetch_factor=2))
+    for _ in range(16):
+        batch = next(batches)
+        list(DataLoader(range(2), num_workers=1))  # type: ignore[arg-type]
+        assert not batch["large"].is_shared()  # torch's way
+    assert [batch["large"].is_shared() for batch in batches] == [False] * 16
+    del batch, batches
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == fds
 
 
 def test_child_reads_its_batch_during_training(directory: Path) -> None:
