@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
-from lightning_faulttolerant.streaming.epochs import Channel, Drawn, EpochBook, IterationStart, Plan, Samples
+from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart, NumDrawn, Plan, Samples
 from lightning_faulttolerant.streaming.order import RemainingPositions
 from lightning_faulttolerant.streaming.ordering import (
     FINGERPRINT_PARTS,
@@ -184,7 +184,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         start = self._begin()
         world = start.world.in_this_worker()
-        self._book.drawn = drawn = Drawn()
+        self._book.drawn = drawn = NumDrawn()
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world, drawn=drawn)
 
     def _begin(self) -> IterationStart:

@@ -107,7 +107,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_leave_before_fork)
 
 
-class Drawn:
+class NumDrawn:
     """The number of samples that one iteration has drawn."""
 
     num_taken = 0
@@ -128,7 +128,7 @@ class EpochBook:
         self.put(0, 0, seeding)
         self._pool: int | None = None
         self._num_begun = 0
-        self.drawn = Drawn()
+        self.drawn = NumDrawn()
         """The samples that the last iteration of this process has drawn."""
 
     @property
@@ -339,7 +339,7 @@ class Samples(Iterator[Any]):
         note: Callable[[IterationStart], None],
         start: IterationStart,
         world: World,
-        drawn: Drawn,
+        drawn: NumDrawn,
     ) -> None:
         self._plan, self._read, self._note = plan, read, note
         self._start, self._world = start, world

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.batch_memory import BatchMemory, WorkerPart, free_parts_of_ended_children
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
-from lightning_faulttolerant.streaming.epochs import Channel, Drawn, IterationStart
+from lightning_faulttolerant.streaming.epochs import Channel, IterationStart, NumDrawn
 
 _BATCHES_IN_USE = 2  # of one worker: besides those fetched ahead, the one that is used, and the next one
 
@@ -225,7 +225,7 @@ class _CountingCollate:
 
     def __init__(self, collate_fn: Any, dataset: Any, uneven: torch.Tensor, *, is_batched: bool) -> None:
         self._collate, self._dataset, self._uneven, self._is_batched = collate_fn, dataset, uneven, is_batched
-        self._drawn: Drawn | None = None
+        self._drawn: NumDrawn | None = None
         self._num_passed = 0
 
     def __call__(self, samples: Any) -> Any:

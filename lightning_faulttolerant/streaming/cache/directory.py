@@ -334,7 +334,6 @@ OTHER_INDEX = "index-"
 
 INDEX_NAME = "index.json"
 _ADDRESS_SUFFIX = ".address"
-_DIGEST_CHARACTERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -472,7 +471,7 @@ def _is_complete(text: bytes) -> bool:
 
 
 def _digest_of_index(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:_DIGEST_CHARACTERS]
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
