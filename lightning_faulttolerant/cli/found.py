@@ -25,6 +25,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import (
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli.text import remote_errors
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.records.history import FINISHED
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
 from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
@@ -109,6 +110,16 @@ def batch_of(content: object) -> int | None:
         return batch
     progress = mapping(content, "loops", "fit_loop", "epoch_loop.batch_progress", "current")
     return whole_number(progress.get("completed"))
+
+
+def is_finished(content: object) -> bool:
+    """Return whether the autosave marks its fit or evaluation as finished.
+
+    Args:
+        content: The described checkpoint.
+    """
+    where = mapping(part_of(content), "position").get("where")
+    return where in (FINISHED, "after validate", "after test", "after predict")
 
 
 def world_size_of(content: object) -> int | None:

@@ -31,9 +31,9 @@ STATE: "verified"; "damaged", with the reason below the table; "no checksums": t
 compared; "damaged, set aside": a resume found it damaged; "unreadable": it exists, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
 that was started again from another checkpoint; "kept": one of keep_every, which is never pruned; "incident": the
-state before a step that went wrong, which is never pruned either. EPOCH counts from 0, BATCH counts the consumed
-batches of that epoch, STEP counts optimizer steps, and RANKS is the number of processes of the run ("-": the file does
-not say).
+state before a step that went wrong, which is never pruned either; "finished": its fit or evaluation
+is over. EPOCH counts from 0, BATCH counts the consumed batches of that epoch, STEP counts optimizer steps, and RANKS is
+the number of processes of the run ("-": the file does not say).
 
 Exit status: 0 runs or checkpoints were found (even damaged ones), 1 none were found, 2 something could not be read.
 """
@@ -50,6 +50,7 @@ class _Row:
     epoch: int | None
     batch: int | None
     world_size: int | None
+    is_finished: bool
     verdict: CheckpointVerdict
 
     @property
@@ -58,7 +59,8 @@ class _Row:
             return "damaged, set aside"
         is_kept_here = self.file.kind == found.AUTOSAVE and is_kept(self.file.name)
         kind = found.KEPT if is_kept_here else self.file.kind
-        return f"{kind}, {self.verdict.word}" if kind in _WITH_VERDICT else self.verdict.word
+        words = [kind] if kind in _WITH_VERDICT else ["finished"] if self.is_finished else []
+        return ", ".join([*words, self.verdict.word])
 
     def cells(self) -> list[str]:
         numbers = [_cell(number) for number in (self.step, self.epoch, self.batch)]
@@ -82,6 +84,7 @@ class _Row:
             "saved_at": moment_json(self.file.saved_at),
             "num_bytes": self.file.num_bytes,
             "world_size": self.world_size,
+            "is_finished": self.is_finished,
             "state": self.verdict.word,
             "reason": self.verdict.reason,
         }
@@ -135,15 +138,21 @@ def _list_runs(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"runs": [_run_as_json(one) for one in runs]}, indent=2))
     for one in () if as_json else runs:
-        epoch, batch = one.newest.place or ("-", "-")
         print(safe(one.entry.run_id))
-        print(f"  saved       {moment_text(one.newest.saved_at)}, epoch {epoch}, batch {batch}")
+        print(f"  saved       {moment_text(one.newest.saved_at)}, {_place(one)}")
         print(f"  autosaves   {safe(one.entry.directory)}")
         print(f"  continue    {safe(one.entry.command.line(here=os.getcwd()))}")
         print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
     if not runs:
         print(f"No unfinished runs were found in {safe(registry.directory)}.", file=sys.stderr)
     return 0 if runs else 1
+
+
+def _place(one: UnfinishedRun) -> str:
+    if found.is_finished(_content(one.newest)[0]):
+        return f"{one.newest.folder.rpartition('/')[2]} is finished"
+    epoch, batch = one.newest.place or ("-", "-")
+    return f"epoch {epoch}, batch {batch}"
 
 
 def _run_as_json(one: UnfinishedRun) -> dict[str, object]:
@@ -156,6 +165,7 @@ def _run_as_json(one: UnfinishedRun) -> dict[str, object]:
         "saved_at": moment_json(one.newest.saved_at),
         "epoch": place[0],
         "batch": place[1],
+        "is_finished": found.is_finished(_content(one.newest)[0]),
     }
 
 
@@ -190,6 +200,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
         epoch=epoch,
         batch=batch,
         world_size=found.world_size_of(content),
+        is_finished=found.is_finished(content),
         verdict=checked,
     )
 

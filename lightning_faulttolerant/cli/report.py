@@ -69,8 +69,8 @@ def report_lines(report: RunReport) -> Iterator[str]:
     Args:
         report: Report of one run.
     """
-    yield f"Run {safe(report.run_id)}"
-    yield safe(report.path)
+    yield f"Run {report.run_id}"
+    yield report.path
     if report.num_forgotten:
         yield from _wrapped(
             f"The history was shortened: nothing is known of the first {report.num_forgotten} processes."
@@ -139,7 +139,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
     for number, index, fit in fits:
         began = chapter.processes[number - 1].began if index == 0 else fit.began
         last = is_last and fit is fits[-1][2] and chapter.done is None
-        end = safe(end_text(fit, is_last=last, made=made).removeprefix("stopped by "))
+        end = end_text(fit, is_last=last, made=made).removeprefix("stopped by ")
         rows.append(
             [
                 str(number),
@@ -233,7 +233,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    text = safe(" ".join(text.split()))
+    text = " ".join(text.split())
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
@@ -291,9 +291,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**as_json(report, others), "tree": tree}, indent=2))
         return 0
-    for line in report_lines(report):
-        print(line)
-    for line in ["", *tree] if tree else ():
+    for line in [*report_lines(report), *(["", *tree] if tree else ())]:
         print(safe(line))
     _print_others(others)
     return 0

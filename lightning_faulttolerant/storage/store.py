@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import IO, Protocol
 
 from lightning_faulttolerant.storage.local import Listing, LocalStore, atomic_writer
 
-# At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec.
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
+# At least two letters, so that a drive of Windows is not a scheme. "simplecache::s3://" is a chain of fsspec, and
+# "data::v2" is a directory.
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::.*://)")
 _LOCAL_SCHEMES = ("file", "local")
 
 
@@ -190,3 +192,37 @@ def _remote() -> ModuleType:
     from lightning_faulttolerant.storage import remote
 
     return remote
+
+
+_BYTES = {unit + suffix: 1024**power for power, unit in enumerate(("", *"kmgtp")) for suffix in ("", "b")}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def parse_number(text: str, units: Mapping[str, int]) -> int:
+    """Return a whole number that is written with a unit; 0 if it is not a number, or has another unit.
+
+    Args:
+        text: The number, such as ``"1.5k"``; large letters and commas are allowed.
+        units: The value of each unit, in small letters.
+    """
+    match = _NUMBER.fullmatch(text.strip().lower().replace(",", ""))
+    return int(float(match[1]) * units.get(match[2], 0)) if match else 0
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes.
+
+    Args:
+        size: The number, or a string: ``"67108864"``, ``"512kb"``, ``"64m"``, ``"10 GB"``; 1 kB is 1,024 bytes.
+
+    Raises:
+        ValueError: If it is not a size, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5kb")
+        1536
+    """
+    num_bytes = parse_number(size, _BYTES) if isinstance(size, str) else 0 if isinstance(size, bool) else int(size)
+    if num_bytes <= 0:
+        raise ValueError(f'{size!r} is not a size. Pass a number of bytes above 0, or a text such as "10gb".')
+    return num_bytes

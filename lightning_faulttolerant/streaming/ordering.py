@@ -10,7 +10,6 @@ same names.
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.storage.store import parse_number
 from lightning_faulttolerant.streaming.format.index import ShardInfo
 from lightning_faulttolerant.streaming.order import (
     BATCHING_METHODS,
@@ -112,7 +112,7 @@ def mismatch(differing: Sequence[str]) -> FingerprintMismatchError:
     )
 
 
-_THOUSANDS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _KEPT_ORDERS = 2  # an epoch that ends, and the next one
 
 ORDER_PARTS = {
@@ -366,10 +366,10 @@ def _count(size: int | str | None) -> int | None:
     """Return a number of samples: ``"10k"`` is 10,000."""
     if not isinstance(size, str):
         return size
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", size.strip().lower().replace(",", ""))
-    if match is None:
-        raise ValueError(f"epoch_size={size!r} is no number of samples. Give a number, or a text such as '10k'.")
-    return int(float(match[1]) * 1000 ** _THOUSANDS[match[2]])
+    num_samples = parse_number(size, _THOUSANDS)
+    if num_samples == 0:
+        raise ValueError(f"epoch_size={size!r} is not a number of samples. Pass a number, or a text such as '10k'.")
+    return num_samples
 
 
 class OrderedDataset:

@@ -13,7 +13,7 @@ from typing import Any, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_faulttolerant.streaming.cache import parse_bytes
+from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.shards import Ids, Shards, Stream, open_streams
 
 

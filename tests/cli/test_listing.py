@@ -11,6 +11,7 @@ import torch
 from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli import found as finding
+from lightning_faulttolerant.records.runs import VARIABLE, Command, RegisteredRun, Registry
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 
 Capture = pytest.CaptureFixture[str]
@@ -157,9 +158,30 @@ def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
         "saved_at": "1970-01-02T00:00:00+00:00",
         "num_bytes": os.path.getsize(path),
         "world_size": 1,
+        "is_finished": False,
         "state": "verified",
         "reason": "",
     }
+
+
+def test_a_finished_fit_is_listed_as_finished(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The autosave of a finished fit, and a run whose newest autosave it is, say so instead of a place in an epoch."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "registry"))
+    run = tmp_path / "run"
+    command = Command(script="train.py", words=("python", "train.py"), directory=str(tmp_path))
+    Registry(tmp_path / "registry").add(RegisteredRun(run_id="run", directory=str(run), command=command, began=0.0))
+    series = AutosaveSeries(run / "fit-1", keep_last=2)
+    for step, where in ((3, "boundary"), (6, "finished")):
+        position = {"where": where, "epoch": 1, "batch": step, "global_step": step, "hook": ""}
+        series.save(checkpoint(step=step, position=position), epoch=1, batch=step, global_step=step)
+        lines = call(capsys, "list").lines
+        [saved] = [line for line in lines if line.startswith("  saved")]
+        assert saved.endswith({3: ", epoch 1, batch 3", 6: ", fit-1 is finished"}[step])
+        [entry] = json.loads(call(capsys, "list", "--json").out)["runs"]
+        assert entry["is_finished"] is (step == 6)
+    lines = call(capsys, "list", run).lines
+    names = [Path(path).name for path in series.paths()]
+    assert [row(lines, name)[-1].strip() for name in names] == ["verified", "finished, verified"]
 
 
 def test_nothing_found_is_said_and_has_its_own_status(tmp_path: Path, capsys: Capture) -> None:

@@ -463,6 +463,8 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
     """file:// is local, a relative path is made absolute once, and a URL stays as it was written."""
     monkeypatch.chdir(tmp_path)
     assert not is_url("file:///data")
+    assert is_url("simplecache::s3://bucket")
+    assert not is_url("data::v2/train")
     assert open_store("file:///data/run").path("a") == "/data/run/a"
     assert open_store("run").url == str(tmp_path / "run")
     assert open_store("s3://bucket/run/").path("a") == "s3://bucket/run/a"

@@ -281,3 +281,13 @@ def test_two_data_sets_in_use_with_one_local_directory_are_refused(directories: 
         StreamingDataset(f"{local}/.", other)
     del first
     assert len(StreamingDataset(local, other)) == 40
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_directory_may_have_colons_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """A path is not a chain of fsspec, even if it contains "::"."""
+    made = write(tmp_path / "data::v2" / "train", 5)
+    assert numbers(StreamingDataset(remote=f"{scheme}{made}", local=str(tmp_path / "cache"))) == list(range(5))
+    monkeypatch.chdir(tmp_path)
+    if not scheme:
+        assert numbers(StreamingDataset(remote="data::v2/train", local=str(tmp_path / "other"))) == list(range(5))

@@ -36,7 +36,7 @@ from lightning_faulttolerant.cli.drill.result import (
 from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command, safe, table
 
 _WIDTH = 80
-_STYLES = {result.EXACT: "1;32", result.DIFFERS: "1;31", result.NOT_JUDGED: "1;33"}
+_STYLES = {result.EXACT: "1;32", result.DIFFERS: "1;31", result.NOT_RESUMED: "1;31", result.NOT_JUDGED: "1;33"}
 _BOLD = "1"
 _LONGEST_VALUE = 24
 _MOST_VALUES = 8
@@ -158,8 +158,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 EPILOG = """\
 A process saves before its strike and waits for it, so that each restart has something to continue from.
 
-Exit status: 0 exact, 1 the runs differ (or a restart failed, was refused, or started over), 2 could not be judged: the
-script fails by itself or is not deterministic, no strike came, wrong usage.
+Exit status: 0 exact, 1 the runs differ, or a restart did not resume (it failed, was refused, or started over), 2 could
+not be judged: the script fails by itself or is not deterministic, no strike came, wrong usage.
 """
 
 

@@ -80,7 +80,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> DrillVerdict
         cause, text = causes.SECOND_RUN, f"The {run} run {how} before any interruption."
     else:
         cause, text = causes.SCRIPT, f"The script {how}."
-    word = result.DIFFERS if is_restart else result.NOT_JUDGED
+    word = result.NOT_RESUMED if is_restart else result.NOT_JUDGED
     return DrillVerdict(word=word, text=text, cause=causes.with_output(cause, process.output))
 
 
@@ -152,7 +152,7 @@ def of_interrupted(
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
     if ran.outcome == running.BEGAN_AGAIN:
-        return DrillVerdict(word=result.DIFFERS, text="A restart did not resume.", cause=causes.NOT_RESUMED)
+        return DrillVerdict(word=result.NOT_RESUMED, text="A restart started over.", cause=causes.NOT_RESUMED)
     verdict = _of_outcome(ran)
     if verdict is not None:
         return verdict

@@ -13,6 +13,7 @@ from lightning_faulttolerant.cli import html, plot
 from lightning_faulttolerant.cli.drill.result import (
     DIFFERS,
     EXACT,
+    NOT_RESUMED,
     DrillResult,
     Point,
     RunOfDrill,
@@ -232,7 +233,7 @@ def page(result: DrillResult) -> str:
 
 def _head(result: DrillResult) -> Markup:
     verdict = result.verdict
-    class_ = {EXACT: "is-exact", DIFFERS: "is-differs"}.get(verdict.word)
+    class_ = {EXACT: "is-exact", DIFFERS: "is-differs", NOT_RESUMED: "is-differs"}.get(verdict.word)
     return tag(
         "header",
         tag("p", "Drill of ", tag("b", _script(result.command)), ", ", moment_text(result.began), class_="over"),
@@ -345,9 +346,14 @@ def _compared(result: DrillResult) -> Child:
     header = ("run", "batches", "evaluation batches", "validations", "times logged", "autosaves", "processes", "took")
     return tag(
         "section",
-        tag("h2", "What was compared"),
+        tag("h2", "What was compared" if _is_compared(result) else "What ran"),
         table(header, [_run_row(run) for run in runs], right=header[1:], nouns="runs"),
     )
+
+
+def _is_compared(result: DrillResult) -> bool:
+    has_other = result.interrupted is not None or result.repeated is not None
+    return has_other and result.verdict.word != NOT_RESUMED
 
 
 def _run_row(run: RunOfDrill) -> list[Child]:
@@ -380,7 +386,7 @@ def _surroundings(result: DrillResult) -> Markup:
 
 
 def _foot(result: DrillResult) -> Child:
-    if result.interrupted is None and result.repeated is None:
+    if not _is_compared(result):
         return None
     text = (
         "Compared bit for bit: the samples and the contents of each batch, the states of the generators, losses and "

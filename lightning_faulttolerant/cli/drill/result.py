@@ -221,8 +221,9 @@ def progress_on(stream: TextIO) -> Iterator[Progress]:
 
 EXACT = "exact"
 DIFFERS = "differs"
+NOT_RESUMED = "not resumed"
 NOT_JUDGED = "not judged"
-EXIT_CODES = {EXACT: 0, DIFFERS: 1, NOT_JUDGED: 2}
+EXIT_CODES = {EXACT: 0, DIFFERS: 1, NOT_RESUMED: 1, NOT_JUDGED: 2}
 
 UNINTERRUPTED = "uninterrupted"
 REPEATED = "repeated"
@@ -384,7 +385,8 @@ class DrillVerdict:
     """The final verdict of a drill.
 
     Args:
-        word: ``exact``, ``differs`` or ``not judged``.
+        word: ``exact``, ``differs``, ``not resumed`` (a restart failed, was refused, or started over: nothing was
+            compared), or ``not judged``.
         text: The verdict in one sentence.
         cause: The likely cause, if the word is not ``exact``.
         difference: The first event that differs, if any.

@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -472,29 +471,3 @@ def _is_complete(text: bytes) -> bool:
 
 def _digest_of_index(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
-
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-
-
-def parse_bytes(size: int | str) -> int:
-    """Return a number of bytes.
-
-    Args:
-        size: The number, or a string: ``"67108864"``, ``"512kb"``, ``"10 GB"``, ``"1.5tb"``; 1 kB is 1,024 bytes.
-
-    Raises:
-        ValueError: If it is not a size, or not above 0.
-
-    Example:
-        >>> parse_bytes("1.5kb")
-        1536
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)b?", size.strip().lower())
-        num_bytes = int(float(match[1]) * 1024 ** _UNITS[match[2]]) if match else 0
-    else:
-        num_bytes = int(size) if not isinstance(size, bool) else 0
-    if num_bytes <= 0:
-        raise ValueError(f'{size!r} is not a size. Pass a number of bytes above 0, or a text such as "10gb".')
-    return num_bytes

@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_faulttolerant.storage.file_systems import client_options, let_clients_draw_elsewhere, missing_package
 from lightning_faulttolerant.storage.local import is_on_local_disk
+from lightning_faulttolerant.storage.store import is_url, local_path
 
 Result = TypeVar("Result")
 
@@ -198,7 +199,10 @@ class Remote:
         if self._shared is not None and self._process_id == os.getpid():
             return self._shared
         try:
-            fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
+            if is_url(self.url):
+                fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
+            else:  # url_to_fs would cut a path at "::"
+                fs, self._root = LocalFileSystem(**self._options), os.path.abspath(local_path(self.url))
         except ImportError as error:
             raise ImportError(
                 f"{self.address('')} can't be opened: {error}. Without its package, nothing can be read there. "

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, final
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.storage.local import target_name
+from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.cache.checksums import (
     CRC32,
     crc32,
@@ -39,7 +40,6 @@ from lightning_faulttolerant.streaming.cache.directory import (
     last_use_of,
     locked,
     mark_path,
-    parse_bytes,
     read_mark,
     remove_leftovers,
     write_mark,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.format.codecs import compress, extension, is_known_compression
 from lightning_faulttolerant.streaming.format.encoding import WrongTypeError, expect_type
 from lightning_faulttolerant.streaming.format.index import (
@@ -31,8 +31,6 @@ from lightning_faulttolerant.streaming.format.output import Output
 _Writer = TypeVar("_Writer", bound="DatasetWriter")
 
 _MAX_SHARD_BYTES = 2**32
-_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
 
 
 class DatasetWriter(ABC):
@@ -233,12 +231,11 @@ def _num_bytes(size_limit: int | str | None) -> int | None:
     """Return a limit in bytes; ``None`` and 0 mean no limit."""
     if not size_limit:
         return None
-    if isinstance(size_limit, str):
-        parsed = _SIZE.fullmatch(size_limit.strip().lower())
-        if parsed is None or parsed[2] not in _UNITS:
-            raise ValueError(f"size_limit={size_limit!r}: pass a number of bytes, or one with a unit such as '100kb'.")
-        size_limit = int(float(parsed[1]) * _UNITS[parsed[2]])
-    if not 0 <= size_limit < _MAX_SHARD_BYTES:
+    try:
+        size_limit = parse_bytes(size_limit)
+    except ValueError as error:
+        raise ValueError(f"size_limit={size_limit!r}: {error}") from None
+    if size_limit >= _MAX_SHARD_BYTES:
         raise ValueError(f"size_limit={size_limit}: it must be from 1 to 2**32 - 1, because offsets have 32 bits.")
     return size_limit
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import sys
 import time
@@ -402,6 +403,9 @@ class HistoryWriter:
         return place if number is None else {**place, "num_validated": number}
 
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")  # some libraries color their messages, and a report is plain text
+
+
 def reason_of(exception: BaseException | None) -> tuple[str, str]:
     """Return why a fit ended, in a few words and at length.
 
@@ -415,7 +419,7 @@ def reason_of(exception: BaseException | None) -> tuple[str, str]:
         words = 2 if name[0] == "the" else 1
         return f"{STOPPED}{' '.join(name[:words])}", exception.reason[:_MAX_TEXT]
     name_of_type = type(exception).__name__
-    return name_of_type, f"{name_of_type}: {exception}"[:_MAX_TEXT]
+    return name_of_type, f"{name_of_type}: {_COLOR.sub('', str(exception))}"[:_MAX_TEXT]
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
 def test_a_script_that_starts_over_is_ended_at_once(tmp_path: Path) -> None:
     """A restart that does not resume is reported as such, and nothing is left of it."""
     found = drill(tmp_path, "--flaw", "begins again")
-    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.word == result.NOT_RESUMED
     assert found.verdict.cause is not None
     assert found.verdict.cause.part == "not resumed"
     assert autosaves(tmp_path) == []
@@ -211,11 +211,11 @@ def test_a_script_that_fails_by_itself_is_not_judged(tmp_path: Path) -> None:
     assert "ValueError: it fails" in one.failed_output.read_text()
 
 
-def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
+def test_a_script_that_can_not_be_run_again_did_not_resume(tmp_path: Path) -> None:
     """A restart that fails, unlike the uninterrupted run, is not fault tolerant."""
     one = make(tmp_path, "--fails", "again")
     found = one.run()
-    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.word == result.NOT_RESUMED
     assert found.verdict.cause is not None
     assert found.verdict.cause.part == "restart"
     assert one.failed_output is not None
@@ -291,7 +291,7 @@ def test_a_run_that_failed_before_its_first_autosave_leaves_nothing(tmp_path: Pa
     for name in ("drill-t-interrupted-mine", "drill-other-interrupted"):
         (tmp_path / "autosaves" / name).mkdir(parents=True)
     found = drill(tmp_path, "--fails=again", token="t")
-    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.word == result.NOT_RESUMED
     assert autosaves(tmp_path) == ["drill-other-interrupted"]
 
 

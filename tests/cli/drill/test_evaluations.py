@@ -382,7 +382,7 @@ def test_a_flaw_of_a_resumed_evaluation_is_found(flaw: str, stage: str, tmp_path
 def test_an_evaluation_that_begins_again_is_found(tmp_path: Path) -> None:
     """A test that starts over after an autosave inside it did not resume."""
     found = drill(tmp_path, *SCRIPT, "--fits=0", "--test=6", "--flaw=begins again", num_strikes=1)
-    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.word == result.NOT_RESUMED
     assert found.verdict.cause is not None
     assert found.verdict.cause.part == "not resumed"
 

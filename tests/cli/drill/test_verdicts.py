@@ -109,7 +109,7 @@ def test_a_difference_after_a_restart_by_a_launcher_is_one_of_the_interrupted_ru
 def test_a_restart_by_a_launcher_that_fails_is_a_restart() -> None:
     """Ranks that can't be restarted are distinguished from a script that fails by itself."""
     verdict = judge([MadeProcess(FIRST, exit_code=1, num_restarts=1)], outcome=running.FAILED)
-    assert verdict.word == result.DIFFERS
+    assert verdict.word == result.NOT_RESUMED
     verdict = judge([MadeProcess(FIRST, exit_code=1)], outcome=running.FAILED)
     assert verdict.word == result.NOT_JUDGED
 
@@ -217,8 +217,8 @@ def test_check_is_suggested_where_it_was_not_done(is_checked: bool, num_notes: i
 @pytest.mark.parametrize(
     ("outcome", "word", "part"),
     [
-        (running.FAILED, result.DIFFERS, "restart"),
-        (running.BEGAN_AGAIN, result.DIFFERS, "not resumed"),
+        (running.FAILED, result.NOT_RESUMED, "restart"),
+        (running.BEGAN_AGAIN, result.NOT_RESUMED, "not resumed"),
         (running.RESUMED, result.NOT_JUDGED, "existing run"),
         (running.TIMED_OUT, result.NOT_JUDGED, "timeout"),
         (running.NOT_STOPPED, result.NOT_JUDGED, "stop"),
@@ -257,7 +257,8 @@ def test_a_refusal_is_told_with_its_message() -> None:
     """If this package has ended a restart, or the first run, the verdict is its message."""
     message = "FingerprintMismatchError: The run that resumes is not the run that saved: - batch_size: 4 saved, 8 now"
     verdict = judge([MadeProcess(FIRST), MadeProcess([], exit_code=1, printed=REFUSAL)], outcome=running.FAILED)
-    assert (verdict.word, verdict.text) == (result.DIFFERS, "lightning_faulttolerant refused to resume the run.")
+    assert (verdict.word, verdict.text) == (result.NOT_RESUMED, "lightning_faulttolerant refused to resume the run.")
+    assert verdict.exit_code == 1
     assert verdict.cause is not None
     assert (verdict.cause.part, verdict.cause.text) == ("refusal", message)
     assert "Training did not differ" in verdict.cause.advice[1]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_faulttolerant.cli.drill.page import BatchStretch, page, stretches
-from lightning_faulttolerant.cli.drill.result import NOT_JUDGED, Cause, DrillResult, DrillVerdict
+from lightning_faulttolerant.cli.drill.result import NOT_JUDGED, NOT_RESUMED, Cause, DrillResult, DrillVerdict
 from tests.cli.page.drills import curve, differing_drill, exact_drill, run, strikes_at
 from tests.cli.page.parsed import Parsed
 
@@ -191,6 +191,17 @@ def test_a_drill_that_could_not_judge_has_a_page_too():
     assert (
         "strike" not in " ".join(parsed.texts[parsed.texts.index("Both runs, batch by batch") :]).split("What was")[0]
     )
+
+
+def test_the_page_of_a_refused_restart_claims_no_comparison():
+    """The page says what ran, and not that anything was compared bit for bit."""
+    drill = differing_drill()
+    verdict = DrillVerdict(word=NOT_RESUMED, text="lightning_faulttolerant refused to resume the run.")
+    text = Parsed(page(replace(drill, verdict=verdict))).text
+    assert "Not resumed" in text
+    assert "What ran" in text
+    assert "ompared" not in text
+    assert "Compared bit for bit" in Parsed(page(drill)).text
 
 
 def test_what_a_script_calls_itself_is_never_markup():

@@ -178,11 +178,22 @@ def test_forgotten_processes_are_said() -> None:
     assert "nothing is known of the first 17 processes" in " ".join(lines_of(story))
 
 
-def test_what_a_terminal_would_obey_is_escaped() -> None:
-    """Names and messages in the file can't move the cursor."""
-    story = Story().begin().start().train(3).end("\x1b[31mError")
-    story.lines[-1]["text"] = "\x1b[31mError: \x07"
-    assert all(line.isprintable() for line in lines_of(story))
+def test_what_a_terminal_would_obey_is_escaped(capsys: Capture, tmp_path: Path) -> None:
+    """No text of the file, and no name of a directory, can move the cursor."""
+    story = with_a_test().begin().start().train(3).end("Error")
+    story.lines[-1]["text"] = "Error"
+    story.lines = [_spoilt(line) for line in story.lines]
+    found = call(capsys, "report", "--all", write(tmp_path / "\x1b[31mrun", story))
+    assert "\\x1b[31m" in found.out
+    assert all(text.isprintable() for text in found.lines)
+
+
+def _spoilt(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item if key == "event" else _spoilt(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spoilt(item) for item in value]
+    return f"{value}\x1b[31m\x07" if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize(("age", "text"), [(20.0, "may be running"), (200.0, "killed")])

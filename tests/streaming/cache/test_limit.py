@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
+from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.cache import (
     CacheLimit,
     ShardCache,
     directory as cache_directory,
-    parse_bytes,
     shard_files,
 )
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock

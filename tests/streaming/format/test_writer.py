@@ -39,7 +39,7 @@ def test_no_shard_is_larger_than_the_limit_but_those_of_one_sample(tmp_path: Pat
     assert len(infos(out)) > 5
 
 
-@pytest.mark.parametrize("size_limit", [-1, 2**32, "4gb", "5tb", "x", "10 apples", "-1kb", "1e9"])
+@pytest.mark.parametrize("size_limit", [-1, 2**32, "4gb", "5tb", "x", "10 apples", "-1kb", "1e9", "64x"])
 def test_a_limit_that_can_not_be_is_refused(size_limit: Any, tmp_path: Path) -> None:
     """Offsets have 32 bits, and a limit is a number of bytes; otherwise nothing is created."""
     with pytest.raises(ValueError, match="size_limit="):

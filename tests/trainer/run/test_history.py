@@ -121,6 +121,7 @@ def test_sign_of_life_is_due_ten_seconds_later(
         (stopped_by(signal_reason(15), "before batch 3"), "stopped by SIGTERM", "Stopped by SIGTERM before batch 3"),
         (TrainingStopped(75, "Stopped by the deadline before batch 3"), "stopped by the deadline", "Stopped by the"),
         (ValueError("of\nthe user"), "ValueError", "ValueError: of\nthe user"),
+        (ValueError("\x1b[31mred\x1b[0m"), "ValueError", "ValueError: red"),
         (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt: "),
         (ValueError("x" * 10_000), "ValueError", "ValueError: xxx"),
     ],
