@@ -22,6 +22,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import BASE_NAME
 from lightning_faulttolerant.checkpoint.checked_file import read_into
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.records.lines import MAX_BYTES, parse_json
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, split_path
 
 REFERENCES = "base.json"
@@ -73,7 +74,7 @@ class References:
         Raises:
             ValueError: If it is something else.
         """
-        found = json.loads(data)
+        found = parse_json(data)
         if not isinstance(found, dict) or found.get("version") != _VERSION:
             raise ValueError("its references are of a newer version of this package, or damaged")
         base, records = found.get("base"), found.get("records")
@@ -105,7 +106,8 @@ def references_in(file: IO[bytes]) -> References | None:
             found = [record for record in archive.infolist() if record.filename.partition("/")[2] == REFERENCES]
             if not found or not _can_be_read(found[0], num_bytes=file.seek(0, os.SEEK_END)):
                 return None
-            data = archive.read(found[0])
+            with archive.open(found[0]) as record:
+                data = record.read(MAX_BYTES + 1)
     except UNREADABLE:
         return None  # the verification says what is wrong with it
     return References.decoded(data)
@@ -220,6 +222,8 @@ class JoinedFile(io.RawIOBase):
         for name, place in _own_places(own).items():
             records.append(self._add(name, place, own, records))
         num_bytes = base.seek(0, os.SEEK_END)
+        if sum(place.num_bytes for place in references.records.values()) > num_bytes:
+            raise ValueError(f"its references share bytes of {self.base_name}")
         for name, place in references.records.items():
             if place.offset + place.num_bytes > num_bytes:
                 raise ValueError(f"{self.base_name}, to which it refers, has only {num_bytes} bytes")

@@ -18,6 +18,7 @@ from typing import Any, final
 
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.processes import this_machine
+from lightning_faulttolerant.records.lines import MAX_BYTES, parse_json
 from lightning_faulttolerant.storage.local import atomic_writer
 from lightning_faulttolerant.storage.store import open_file, open_store
 
@@ -193,11 +194,11 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         OSError: If it can't be read.
     """
     with open_file(open_store(directory).path(MANIFEST_NAME)) as file:
-        data = file.read()
+        data = file.read(MAX_BYTES + 1)
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         whole = type(content) is dict and data == _encode({k: v for k, v in content.items() if k != "checksum"})
-    except (ValueError, RecursionError, OverflowError):
+    except (ValueError, OverflowError):
         whole = False
     if not whole or content.get("format") != _FORMAT:
         raise DamagedCheckpointError(describe_damage(directory, f"{MANIFEST_NAME} is not as it was written"))

@@ -21,6 +21,7 @@ from lightning_faulttolerant.cli.found import content_path, mapping, open_checkp
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
+from lightning_faulttolerant.records.lines import MAX_BYTES
 from lightning_faulttolerant.storage.store import open_file, split_path
 
 BLOBS = "blobs"
@@ -281,7 +282,7 @@ def _incident(path: str) -> Incident | None:
     beside = f"{directory}/{name.removesuffix('ckpt')}json" if directory else f"{name.removesuffix('ckpt')}json"
     try:
         with remote_errors(beside), open_file(beside) as file:
-            return read_incident(file.read())
+            return read_incident(file.read(MAX_BYTES + 1))
     except OSError:
         return None
 

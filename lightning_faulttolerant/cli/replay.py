@@ -8,7 +8,6 @@ Whatever both have a line for must be equal, bit for bit.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -35,7 +34,7 @@ from lightning_faulttolerant.cli.text import add_command_words, at_least_1, comm
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import path_of_rank
-from lightning_faulttolerant.records.lines import read_lines
+from lightning_faulttolerant.records.lines import read_json, read_lines
 from lightning_faulttolerant.records.requests import (
     ENDED,
     LEFT,
@@ -226,7 +225,7 @@ def _dumped(directory: str, outcome: ReplayOutcome) -> Iterator[str]:
     for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         if name.endswith(".json"):
             with open(os.path.join(folder, name), encoding="utf-8") as file:
-                yield from _lines_of_step(json.load(file))
+                yield from _lines_of_step(read_json(file))
 
 
 def _lines_of_step(told: Mapping[str, Any]) -> Iterator[str]:

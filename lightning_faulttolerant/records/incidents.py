@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.records.lines import parse_json
+
 INCIDENTS_FOLDER = "incidents"
 """The directory, in that of a fit, of its incidents."""
 
@@ -121,7 +123,7 @@ def read_incident(text: str | bytes) -> Incident | None:
         text: The content of the file.
     """
     try:
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = parse_json(text)
         if found.pop("version") != 1:
             return None
         return Incident(**{**found, "gradients": tuple(found["gradients"])})

@@ -1,4 +1,7 @@
-"""Files with one JSON object per line. Processes that append to them may be killed in the middle of a write."""
+"""JSON in files, which others may have written, and files with one JSON object per line.
+
+Processes that append to them may be killed in the middle of a write.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,34 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Line = dict[str, Any]
+
+MAX_BYTES = 1 << 26
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text from a file that others may have written.
+
+    Raises:
+        ValueError: If it is damaged, nested too deeply to be ours, or larger than 64 MiB.
+    """
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    try:
+        return json.loads(text)
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("it is nested too deeply, or too large") from error
+
+
+def read_json(file: IO[Any]) -> Any:
+    """Return the value of a JSON file. No more than 64 MiB of it are read.
+
+    Raises:
+        ValueError: As `parse_json`.
+    """
+    return parse_json(file.read(MAX_BYTES + 1))
 
 
 class LineFile:
@@ -60,18 +87,14 @@ def append_line(path: str | os.PathLike[str], line: Mapping[str, object]) -> Non
 
 def read_lines(path: str | os.PathLike[str]) -> list[Line]:
     """Return the objects of a file, or none if it does not exist; lines that a kill has torn are skipped."""
-    try:
-        text = Path(path).read_bytes()
-    except FileNotFoundError:
-        return []
-    return parse_lines(text)
+    return list(each_line(path))
 
 
 def each_line(path: str | os.PathLike[str]) -> Iterator[Line]:
     """Yield the objects of a file as `read_lines` does, one after another: for a large file, it holds only one."""
     try:
         with open(path, "rb") as file:
-            for line in file:
+            while line := file.readline(MAX_BYTES):
                 found = _parsed(line)
                 if found is not None:
                     yield found
@@ -91,7 +114,7 @@ def count_lines(text: bytes) -> int:
 
 def _parsed(line: bytes) -> Line | None:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):  # the latter from deeply nested brackets
+        found = parse_json(line)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_faulttolerant.records.lines import parse_json, read_json
+
 FILE_NAME = "run.json"
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 RESUME_FROM_VARIABLE = "PL_FAULT_TOLERANT_RESUME_FROM"
@@ -123,7 +125,7 @@ class RunRecord:
 def record_from_json(content: bytes) -> RunRecord | None:
     """Return the record that `RunRecord.to_json` wrote; ``None`` if it is something else, or from a newer version."""
     try:
-        found = json.loads(content.decode("utf-8", "surrogateescape"))
+        found = parse_json(content.decode("utf-8", "surrogateescape"))
         fits = {int(number): FitRecord(**fit) for number, fit in found.pop("fits").items()}
         return RunRecord(**{**found, "command": command_from(found["command"]), "fits": fits})
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -219,7 +221,8 @@ class Registry:
 
 def _read(path: Path) -> RegisteredRun | None:
     try:
-        found = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            found = read_json(file)
         return RegisteredRun(**{**found, "command": command_from(found["command"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -30,6 +30,7 @@ from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.processes import is_alive, this_machine
+from lightning_faulttolerant.records.lines import parse_json
 from lightning_faulttolerant.storage.local import make_directory
 from lightning_faulttolerant.storage.store import is_url, local_path
 
@@ -172,7 +173,7 @@ def _write_holder(descriptor: int) -> None:
 
 def _read_holder(descriptor: int) -> tuple[str, int | None]:
     try:
-        holder = json.loads(os.read(descriptor, 4096))
+        holder = parse_json(os.read(descriptor, 4096))
         return str(holder["hostname"]), int(holder["process_id"])
     except (ValueError, KeyError, TypeError):  # the process holds the lock, but has not written its name yet
         return "an unknown host", None
@@ -378,7 +379,7 @@ class RunLease(Lock):
 
 def _decoded(content: bytes) -> _Holder | None:
     try:
-        return _Holder(**json.loads(content))
+        return _Holder(**parse_json(content))
     except (ValueError, TypeError):
         return None
 

@@ -25,6 +25,7 @@ from typing import final
 
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.processes import started_at
+from lightning_faulttolerant.records.lines import read_json
 from lightning_faulttolerant.storage.store import open_file, open_writer
 
 DIRECTORY_VARIABLE = "PL_FAULT_TOLERANT_SUPERVISOR"
@@ -268,7 +269,7 @@ class SectionTimes:
         self.directory = directory
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FaultToleranceError):
             with open_file(f"{directory}/{FILE_NAME}") as file:
-                content = json.load(file)
+                content = read_json(file)
             self._written = {name: float(seconds) for name, seconds in dict(content["slowest"]).items()}
             for name, seconds in self._written.items():
                 self._slowest[name] = max(seconds, self._slowest.get(name, 0.0))
@@ -333,7 +334,7 @@ def last_hang(directory: str) -> tuple[float, float] | None:
     """
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, FaultToleranceError):
         with open_file(f"{directory}/{FILE_NAME}") as file:
-            began, noticed = json.load(file)[_HUNG_TIMES]
+            began, noticed = read_json(file)[_HUNG_TIMES]
         return float(began), float(noticed)
     return None
 

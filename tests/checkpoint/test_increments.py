@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -503,11 +504,18 @@ def test_a_url(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "records",
-    [b"[]", b"{", b'{"version": 2}', b'{"version": 1, "base": "../base-0a1b2c3d.tensors", "records": {}}']
+    [
+        b"[]",
+        b"{",
+        b"[" * 200_000,
+        b'{"version": 2}',
+        b'{"version": 1, "base": "../base-0a1b2c3d.tensors", "records": {}}',
+    ]
     + [
         b'{"version": 1, "base": "base-0a1b2c3d.tensors", "records": {"data/0": %b}}' % p
         for p in (b"[0]", b"[-1, 2, 3]", b"[9223372036854775807, 2, 3]", b"[99, 2, 3]")
     ],
+    ids=lambda records: records[:60].decode(),
 )
 def test_references_of_another_form_are_damage(tmp_path: Path, records: bytes) -> None:
     """A file may contain anything: a path out of the directory, or places before the base, are refused."""
@@ -515,13 +523,31 @@ def test_references_of_another_form_are_damage(tmp_path: Path, records: bytes) -
     path.parent.mkdir()
     for folder in (tmp_path, path.parent):
         (folder / "base-0a1b2c3d.tensors").write_bytes(b"x" * 100)
+    _write_with_references(path, records)
+    with pytest.raises(DamagedCheckpointError):
+        verify_file(path)
+
+
+def _write_with_references(path: Path, records: bytes) -> None:
     with open(path, "wb") as file:
         writer = RecordWriter(file)
         for name, content in (("data.pkl", b"\x80\x02K\x03."), ("base.json", records), VERSION_RECORD):
             writer.add(name, [memoryview(content)])
         writer.end()
-    with pytest.raises(DamagedCheckpointError):
-        verify_file(path)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 26])
+def test_references_of_absurd_size_are_damage(tmp_path: Path, padding: int) -> None:
+    """Many records on the same bytes, which would be read for hours, and a long text are refused at once."""
+    base = tmp_path / "base-0a1b2c3d.tensors"
+    base.write_bytes(bytes(1 << 20))
+    places = {
+        f"data/{number}": Place(offset=0, num_bytes=1 << 20, crc32=zlib.crc32(bytes(1 << 20))) for number in range(2)
+    }
+    records = References(base=base.name, records=places).encoded()
+    _write_with_references(tmp_path / "a.ckpt", records + b" " * padding)
+    with pytest.raises(DamagedCheckpointError, match="more than" if padding else "share bytes"):
+        verify_file(tmp_path / "a.ckpt")
 
 
 class _Zeros(io.RawIOBase):

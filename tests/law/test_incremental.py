@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import warnings
@@ -15,6 +16,8 @@ from torch import nn
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint import increments, load_file
+from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
+from lightning_faulttolerant.records.runs import VARIABLE
 from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -96,6 +99,39 @@ def test_the_files_are_small(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly" in ended.output
     assert (autosaves(tmp_path), bases(tmp_path)) == ([], [])
+
+
+def test_files_of_hostile_depth_or_size_are_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON of any depth and length is read like any damage: by the commands, and by a resume from an older autosave."""
+    deep, registry = b"[" * 200_000 + b"\n", tmp_path / "registry"
+    for name in ("expected", "found"):
+        (tmp_path / name).mkdir()
+    _main(tmp_path / "expected")
+    monkeypatch.setenv(VARIABLE, str(registry))
+    assert _main(tmp_path / "found", KillAt(4)).exit_code == -signal.SIGKILL
+    _, newest = autosaves(tmp_path)
+    with open(newest, "wb") as file:
+        writer = RecordWriter(file)
+        for name, content in (("data.pkl", b"\x80\x02K\x03."), ("base.json", deep), VERSION_RECORD):
+            writer.add(name, [memoryview(content)])
+        writer.end()
+    [run_json] = tmp_path.rglob("run.json")
+    run_json.write_bytes(deep)
+    for name in ("section-times.json", "history.jsonl", "run.lock"):
+        with open(run_json.parent / name, "ab") as file:
+            file.write(deep)
+    (registry / "deep.json").write_bytes(deep)
+    (registry / "large.json").touch()
+    os.truncate(registry / "large.json", 1 << 36)
+    for command, *arguments in (["list"], ["verify"], ["report"], ["prune", "--keep-last", 1, "--dry-run"]):
+        assert call(capsys, command, tmp_path / "found", *arguments).status in (0, 1)
+    assert "damaged" in call(capsys, "inspect", newest).err
+    ended = _main(tmp_path / "found")
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
+    assert told(tmp_path / "found", "weights") == told(tmp_path / "expected", "weights")
 
 
 def test_a_damaged_base_costs_the_work_of_one_interval(tmp_path: Path) -> None:

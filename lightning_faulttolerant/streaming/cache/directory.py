@@ -34,6 +34,7 @@ from typing import Any, final
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
 from lightning_faulttolerant.processes import this_boot
+from lightning_faulttolerant.records.lines import parse_json
 from lightning_faulttolerant.storage.local import (
     atomic_writer,
     is_of_this_process,
@@ -260,7 +261,7 @@ def read_mark(path: str) -> ShardMark | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        found = json.loads(content)
+        found = parse_json(content)
         files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
         return ShardMark(**found, files=files)
     except (ValueError, TypeError, KeyError, AttributeError):  # lost in a power failure, perhaps with its shard

@@ -22,6 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lightning_faulttolerant.records.lines import parse_json
+
 _DISTRIBUTIONS = {"PIL": "pillow", "PIL.Image": "pillow", "snappy": "python-snappy"}
 
 
@@ -246,7 +248,7 @@ class Json(Encoding):
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Any:
         """Return the value of ``buffer[begin:end]``."""
-        return json.loads(buffer[begin:end])
+        return parse_json(buffer[begin:end])
 
 
 def _is_same(value: Any, found: Any) -> bool:

@@ -239,7 +239,7 @@ class _Parser:
             raise self._error("it is empty")
         try:
             index = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, MemoryError) as error:
             raise self._error(f"it is not JSON: {error}") from error
         if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
             raise self._error("it has no list of shards")

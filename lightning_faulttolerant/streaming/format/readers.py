@@ -6,7 +6,6 @@ Shards of lines have two files. The second file, the "meta", has the offset of e
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, UnsafeDataError
+from lightning_faulttolerant.records.lines import parse_json
 from lightning_faulttolerant.streaming.format.encoding import Buffer, Positions
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, layout_of
 
@@ -207,7 +207,7 @@ class JSONReader(TextReader):
         return ""
 
     def _decoded(self, line: str) -> dict[str, object]:
-        sample = json.loads(line)
+        sample = parse_json(line)
         if not isinstance(sample, dict) or not all(name in sample for name in self._info.columns.names):
             raise ValueError(f"its line is not an object with {self._info.columns.names}")
         return sample

@@ -24,6 +24,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.lines import MAX_BYTES
 from lightning_faulttolerant.records.runs import (
     FILE_NAME,
     RUN_ID_VARIABLE,
@@ -254,7 +255,7 @@ def read_record(directory: str) -> RunRecord | None:
     """
     try:
         with open_file(open_store(directory).path(FILE_NAME)) as file:
-            return record_from_json(file.read())
+            return record_from_json(file.read(MAX_BYTES + 1))
     except (OSError, CheckpointError):
         return None
 

@@ -43,6 +43,7 @@ from lightning_faulttolerant.records.incidents import (
     read_incident,
 )
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE
+from lightning_faulttolerant.records.lines import parse_json
 from lightning_faulttolerant.records.requests import (
     RAISED,
     REPLAY_VARIABLE,
@@ -147,7 +148,7 @@ class StatesOnDisk:
         path = self._store.path(self._file_of(rank))
         while time.monotonic() < deadline:
             with suppress(FileNotFoundError, ValueError, KeyError), open_file(path) as file:
-                header, data = json.loads(file.readline()), file.read()
+                header, data = parse_json(file.readline()), file.read()
                 if header["token"] == self._token:
                     return TrainerPosition(**header["position"]), StateBytes(data, header["crc32"]), None
             time.sleep(_POLL_SECONDS)
