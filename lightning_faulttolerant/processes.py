@@ -104,6 +104,16 @@ def in_sessions(leaders: Set[int]) -> set[int]:
     return {one for one, stat in fields.items() if stat and int(stat[_SESSION]) in leaders and stat[0] not in "ZX"}
 
 
+def with_variable(name: str, value: str) -> set[int]:
+    """Return the processes that were started with an environment variable; nothing without ``/proc``."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.add(int(entry.name))
+    return found
+
+
 def with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]:
     """Return processes and all their descendants.
 

@@ -12,15 +12,18 @@ import contextlib
 import functools
 import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from types import FrameType, ModuleType
 from typing import Any, final
 from uuid import uuid4
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, api as processes
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args, get_args_parser
@@ -107,7 +110,7 @@ class SupervisedLogs(LogsSpecs):
 
 
 _STATIC = "static"
-_AGENT = "LocalElasticAgent"
+_AGENT, _HANDLER = "LocalElasticAgent", "_terminate_process_handler"
 OTHERS_ENDED = (
     "The other machines have ended the run, or can't be reached. The output of the one that ended first says why."
 )
@@ -116,47 +119,99 @@ _UNLIMITED = 1_000_000
 
 
 @final
+class StopRequest:
+    """The first signal that asks the run to stop. Later ones change nothing: the run is being stopped.
+
+    torch's own handler raises an exception wherever the signal arrives, and again for each further one. This one raises
+    it once, and only in `raised`: nothing of ours runs there, no process is being started, and none is being ended.
+    """
+
+    def __init__(self) -> None:
+        self._signum = 0
+        self._is_raised = self._may_raise = False
+        for signum in (signal.SIGTERM, signal.SIGINT):  # torch begins with its first start
+            signal.signal(signum, self.note)
+
+    def note(self, signum: int, _: FrameType | None = None) -> None:
+        """Handle a signal."""
+        self._signum = self._signum or signum
+        self._raise()
+
+    def raised(self) -> contextlib.AbstractContextManager[None]:
+        """Let the signal raise torch's exception in this block."""
+        return self._block(may_raise=True)
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Raise it after this block instead of in it."""
+        return self._block(may_raise=False)
+
+    @contextlib.contextmanager
+    def _block(self, *, may_raise: bool) -> Iterator[None]:
+        before, self._may_raise = self._may_raise, may_raise
+        try:
+            self._raise()
+            yield
+        finally:
+            self._may_raise = before
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._signum and self._may_raise and not self._is_raised:
+            self._is_raised = True
+            raise SignalException("stopped by a signal", signal.Signals(self._signum))
+
+
+@final
 class SupervisedAgent(LocalElasticAgent):
     """An agent that asks the supervisor before it restarts its processes.
 
     Args:
         supervisor: Decides.
+        stop: What asks the run to stop.
     """
 
-    def __init__(self, *args: Any, supervisor: Supervisor, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, supervisor: Supervisor, stop: StopRequest, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._supervisor = supervisor
+        self._stop = stop
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
-        # All earlier ones are stopped, after a failure and for a machine that joins.
-        self._supervisor.begin_start()
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        self._supervisor.note_started(started.values())
+        with self._stop.held():
+            # All earlier ones are stopped, after a failure and for a machine that joins.
+            self._supervisor.begin_start()
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            self._supervisor.note_started(started.values())
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.SUCCEEDED and self._supervisor.is_cut():
-            result = RunResult(state=WorkerState.FAILED)
-            self._supervisor.after_failure([0])
-        elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._supervisor.after_failure(failure.exitcode for failure in result.failures.values())
-        elif result.state == WorkerState.HEALTHY:
-            self._supervisor.look()
+        wait_seconds = 0.0
+        with self._stop.held():
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.SUCCEEDED and self._supervisor.is_cut():
+                result = RunResult(state=WorkerState.FAILED)
+                wait_seconds = self._supervisor.after_failure([0])
+            elif result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+                codes = [failure.exitcode for failure in result.failures.values()]
+                wait_seconds = self._supervisor.after_failure(codes)
+            elif result.state == WorkerState.HEALTHY:
+                self._supervisor.look()
+        time.sleep(wait_seconds)
         return result
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        super()._shutdown(*args, **kwargs)
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        self._supervisor.exit_codes = tuple(handler.proc.returncode for handler in handlers.values())
+        with self._stop.held():
+            super()._shutdown(*args, **kwargs)
+            handlers = getattr(self._pcontext, "subprocess_handlers", {})
+            self._supervisor.exit_codes = tuple(handler.proc.returncode for handler in handlers.values())
 
 
-def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor) -> int:
+def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor, stop: StopRequest) -> int:
     """Run torchrun with our agent; return the exit code.
 
     Args:
         arguments: torchrun's arguments.
         supervisor: Decides whether a run that has failed is started again.
+        stop: What asks the run to stop.
     """
     is_on_one_machine = arguments.nnodes in ("1", "1:1")
     if arguments.standalone or (is_on_one_machine and arguments.rdzv_backend == _STATIC):
@@ -176,7 +231,8 @@ def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor) -> int
     assert config.logs_specs is not None
     config.logs_specs = SupervisedLogs(config.logs_specs, directory=str(supervisor.directory), is_alone=is_alone)
     try:
-        with _agents_are_ours(supervisor):
+        agent = functools.partial(SupervisedAgent, supervisor=supervisor, stop=stop)
+        with _replaced(api, _AGENT, agent), _replaced(processes, _HANDLER, stop.note), stop.raised():
             api.launch_agent(config, command, words)
     except SupervisionEnded as end:
         return end.exit_code
@@ -189,15 +245,14 @@ def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor) -> int
 
 
 @contextlib.contextmanager
-def _agents_are_ours(supervisor: Supervisor) -> Iterator[None]:
-    """Let torch's launcher make our agent: it has no argument for that."""
-    names = vars(api)
-    original = names[_AGENT]
-    names[_AGENT] = functools.partial(SupervisedAgent, supervisor=supervisor)
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """Replace what torch's launcher uses: it has no argument for that."""
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        names[_AGENT] = original
+        setattr(module, name, original)
 
 
 DESCRIPTION = """\
@@ -250,8 +305,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.training_script, *arguments.training_script_args = words
     arguments.no_python, arguments.module, arguments.run_path = True, False, False
     policy = RestartPolicy(arguments.max_restarts, command=shlex.join(["lightning-faulttolerant", *sys.argv[1:]]))
+    stop = StopRequest()
     supervisor = Supervisor(policy, look_every_seconds=arguments.monitor_interval)
-    try:
-        return run_supervised(arguments, supervisor)
-    finally:
-        supervisor.close()
+    exit_code = run_supervised(arguments, supervisor, stop)
+    supervisor.close()  # after an exception, the guard ends what is left
+    return exit_code

@@ -11,12 +11,11 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
+from uuid import uuid4
 
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import in_sessions, parents_and_states, send_signal, with_children
@@ -225,12 +224,13 @@ class Supervisor:
         self._policy = policy
         self._num_starts = 0
         self._hang = ""
-        self.directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=shared_memory()))
+        self.directory = shared_memory() / f"{PREFIX}{uuid4().hex}"
         """Where the processes leave heartbeats and failures: in memory, if the system has a directory there."""
+        self._guard = Guard(self.directory)  # before there is anything to remove or to end
+        self.directory.mkdir(mode=0o700)
         self._watcher = HangWatcher(self.directory, look_every_seconds=look_every_seconds)
         self.exit_codes: tuple[int | None, ...] = ()
         """How the processes have ended that torch has shut down."""
-        self._guard = Guard(self.directory)
         self._process_ids: tuple[int, ...] = ()
 
     def close(self) -> None:
@@ -246,15 +246,15 @@ class Supervisor:
         """
         end_left(self._process_ids)
         self._policy.note_saved(self._saved())
+        self.directory.mkdir(mode=0o700, exist_ok=True)  # memory for all users is cleaned by some systems
         for path in self.directory.iterdir():
             path.unlink(missing_ok=True)
         self._hang = ""
         self._num_starts += 1
 
     def note_started(self, process_ids: Iterable[int]) -> None:
-        """Note the processes of this start, and guard them: they end if this process is killed."""
+        """Note the processes of this start."""
         self._process_ids = tuple(process_ids)
-        self._guard.watch(self._process_ids)
 
     def is_cut(self) -> bool:
         """Return whether a process of this start has ended in the middle of a fit or an evaluation.
@@ -265,7 +265,12 @@ class Supervisor:
         return any(beat.section != OUTSIDE for beat in ended)
 
     def look(self) -> None:
-        """Look whether a process hangs. If so, kill all, and report it: its directory may be what hangs."""
+        """Look whether the guard is there, and whether a process hangs.
+
+        If one hangs, kill all, and report it: its directory may be what hangs.
+        """
+        if news := self._guard.look():
+            say(news)
         hang = self._watcher.look()
         if hang is None or self._hang:  # those that are killed may still be there
             return
@@ -275,8 +280,8 @@ class Supervisor:
             kill({beat.process_id for beat, _ in hang.ranks})
         say(f"start {self._num_starts}: {hang.text}. See {write_hang_report(report, hang.directory)}.")
 
-    def after_failure(self, exit_codes: Iterable[int]) -> None:
-        """Wait until the next start is due.
+    def after_failure(self, exit_codes: Iterable[int]) -> float:
+        """Return in how many seconds the next start is due.
 
         Args:
             exit_codes: The exit codes of the processes that have ended.
@@ -289,7 +294,7 @@ class Supervisor:
         say(f"start {self._num_starts}: {verdict.text}")
         if verdict.exit_code is not None:
             raise SupervisionEnded(verdict.exit_code, verdict.text)
-        time.sleep(verdict.wait_seconds)
+        return verdict.wait_seconds
 
     def _ended(self, exit_codes: tuple[int, ...]) -> EndedStart:
         failures = read_failures(self.directory)

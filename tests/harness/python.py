@@ -174,9 +174,16 @@ def marked(mark: Path) -> list[int]:
     wanted = os.fsencode(mark)
     for path in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
-            if any(os.readlink(os.fsencode(each)) == wanted for each in path.iterdir()):
+            if any(_target(each) == wanted for each in path.iterdir()):
                 found.append(int(path.parent.name))
     return found
+
+
+def _target(link: Path) -> bytes:
+    try:
+        return os.readlink(os.fsencode(link))
+    except OSError:  # the process has closed the file since, which says nothing about its others
+        return b""
 
 
 def _place(descriptors: Sequence[int], targets: Sequence[int]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.cli.supervisor import end_left
-from lightning_faulttolerant.processes import is_running, started_at
-from lightning_faulttolerant.supervision.guard import Guard, guard
-from lightning_faulttolerant.supervision.heartbeats import Heartbeat
+from lightning_faulttolerant.processes import is_running
+from lightning_faulttolerant.supervision.guard import Guard, kill_all
+from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE, Heartbeat
 
 
 @pytest.fixture
@@ -55,92 +56,114 @@ def ends_soon(process_id: int) -> bool:
     return not is_running(process_id)
 
 
-def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory: Path, tmp_path: Path) -> None:
-    """A child that has left the session ends, too, and the directory is removed."""
-    child = tmp_path / "child"
-
-    def have_child() -> None:
-        process_id = os.fork()
-        if not process_id:
-            os.setsid()
-            time.sleep(60)
-            os._exit(0)
-        child.write_text(str(process_id))
-
-    with process(have_child) as guarded:
-
-        def supervise() -> None:
-            Guard(directory).watch([guarded])
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        supervisor = os.fork()
-        if not supervisor:
-            supervise()
-        os.waitpid(supervisor, 0)
-        assert ends_soon(guarded)
-        assert ends_soon(int(child.read_text()))
-    deadline = time.monotonic() + 10
+def gone(directory: Path) -> bool:
+    """Return whether a directory is removed within some seconds."""
+    deadline = time.monotonic() + 20
     while directory.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not directory.exists()
+    return not directory.exists()
+
+
+def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory: Path, tmp_path: Path) -> None:
+    """A process that nobody has noted yet ends, too, and so does its child in another session without a variable."""
+    started = tmp_path / "started"
+
+    def supervise() -> None:
+        Guard(directory)
+        words = ["sh", "-c", f"env -i setsid sleep 60 & echo $$ $! > {started}; sleep 60"]
+        subprocess.Popen(words, env={**os.environ, DIRECTORY_VARIABLE: str(directory)}, start_new_session=True)
+        while not (started.exists() and started.read_text().endswith("\n")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    supervisor = os.fork()
+    if not supervisor:
+        supervise()
+    os.waitpid(supervisor, 0)
+    assert all(map(ends_soon, map(int, started.read_text().split())))
+    assert gone(directory)
+
+
+def test_a_supervisor_that_is_killed_before_its_directory_exists_leaves_none(tmp_path: Path) -> None:
+    """The guard is there first. It may also be the last one that is told."""
+    supervisor = os.fork()
+    if not supervisor:
+        Guard(tmp_path / "later")
+        (tmp_path / "later").mkdir()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    assert gone(tmp_path / "later")
 
 
 def test_a_supervisor_that_ends_leaves_its_processes_alone(directory: Path) -> None:
-    """The guard ends with it, and only says so by ending."""
-    with process() as guarded:
+    """The guard ends with it."""
+    with process(lambda: Heartbeat(directory)) as guarded:
         one = Guard(directory)
-        one.watch([guarded])
+        first = one.process_id
         one.close()
         one.close()
-        assert os.waitpid(one.process_id, 0)[1] == 0
+        assert not is_running(first)
         assert is_running(guarded)
     assert directory.exists()
 
 
-def test_a_guard_that_is_killed_is_replaced_at_the_next_start(directory: Path) -> None:
-    """The processes of that start are guarded by another one."""
+def test_a_guard_that_is_killed_is_replaced(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happened is said once. One that ends at once is not replaced again and again."""
+    monkeypatch.setattr("lightning_faulttolerant.supervision.guard._LIVES_SECONDS", 0.0)
     one = Guard(directory)
-    one.watch([os.getpid()])
+    assert one.look() == ""
     first = one.process_id
     os.kill(first, signal.SIGKILL)
-    os.waitpid(first, 0)
-    one.watch([os.getpid()])
+    assert _news(one) == f"The guard of the training processes, process {first}, has ended (exit code -9)." + (
+        " Another one is started."
+    )
     assert one.process_id != first
+    monkeypatch.setattr("lightning_faulttolerant.supervision.guard._LIVES_SECONDS", 60.0)
+    os.kill(one.process_id, signal.SIGKILL)
+    assert _news(one).endswith("If this process is killed, its training processes continue.")
+    assert (one.process_id, one.look()) == (0, "")
     one.close()
-    assert os.waitpid(one.process_id, 0)[1] == 0
 
 
-def test_only_the_processes_of_the_last_start_are_killed(directory: Path) -> None:
-    """Those of an earlier start have ended, and their numbers may belong to others by now."""
-    with process() as earlier, process() as later, process(lambda: Heartbeat(directory)) as marked:
-        guard([f"{earlier}\n", f"{later}\n"], str(directory))
-        assert is_running(earlier)
-        assert not is_running(later)
-        assert not is_running(marked)
+def _news(guard: Guard) -> str:
+    """Return the next thing that has happened to a guard."""
+    deadline = time.monotonic() + 20
+    while not (news := guard.look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return news
 
 
 def test_a_number_that_belongs_to_another_process_is_left_alone(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It started at another time than the one that was guarded."""
-    with process() as other:
-        began = started_at(other)
-        monkeypatch.setattr("lightning_faulttolerant.supervision.guard.started_at", lambda _: began - 1)
-        guard([f"{other}\n"], str(directory))
+    """It started at another time than the one that left its heartbeat. Neither is a process of another run killed."""
+    monkeypatch.setattr("lightning_faulttolerant.supervision.guard._QUIET_SECONDS", 0.2)
+    environment = {**os.environ, DIRECTORY_VARIABLE: f"{directory}-of-another-run"}
+    other_run = subprocess.Popen(["sleep", "60"], env=environment)
+
+    def stale() -> None:
+        monkeypatch.setattr("lightning_faulttolerant.supervision.heartbeats.started_at", lambda _: 1)
+        Heartbeat(directory)
+
+    with process(stale) as other:
+        kill_all(str(directory))
         assert is_running(other)
+        assert is_running(other_run.pid)
+    other_run.kill()
+    other_run.wait()
 
 
 def test_without_a_companion_a_run_is_not_guarded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not each system can start one. The run continues."""
+    """Not each system can start one. The run continues, and says so."""
 
     def refuse(*_: object, **__: object) -> int:
         raise NotImplementedError
 
     monkeypatch.setattr("lightning_faulttolerant.supervision.guard.start_companion", refuse)
     one = Guard(directory)
-    one.watch([os.getpid()])
+    assert "can't be started: NotImplementedError" in one.look()
     one.close()
-    assert one.process_id == 0
+    assert (one.process_id, one.look()) == (0, "")
 
 
 @pytest.mark.parametrize("stopped", [False, True])

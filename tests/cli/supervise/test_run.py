@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.cli.run import OTHERS_ENDED
+from lightning_faulttolerant.processes import is_running
 from tests.cli.supervise.supervised import RUN, RunningTrial, begin, supervised, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS
 
@@ -109,6 +110,50 @@ def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     os.kill(trial.process.pid, signal.SIGTERM)
     stopped = trial.wait()
     assert stopped.exit_code == 74, stopped.output
+
+
+def ends_soon(process_id: int) -> bool:
+    """Return whether a process ends within some seconds."""
+    deadline = time.monotonic() + 20
+    while is_running(process_id) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(process_id)
+
+
+def begin_shell(directory: Path, script: str) -> RunningTrial:
+    """Run a script of the shell, which tells its process id and the directory of the supervisor."""
+    # torch fills in templates: two dollars become one.
+    told = 'echo "[$$$$, \\"$PL_FAULT_TOLERANT_SUPERVISOR\\"]" > told.jsonl'
+    return RunningTrial(directory, (*RUN, "--shutdown-timeout", "1", "--", "sh", "-c", f"{told}; {script}"), {})
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_further_signals_do_not_save_the_processes_from_their_end(tmp_path: Path, signum: signal.Signals) -> None:
+    """A script that ignores them is killed when its time is over, however many signals come until then."""
+    trial = begin_shell(tmp_path, "trap '' TERM INT; touch ready; while true; do sleep 0.1; done")
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    while trial.process.poll() is None:
+        os.kill(trial.process.pid, signum)
+        time.sleep(0.05)
+    stopped = trial.wait()
+    [[process_id, directory]] = stopped.told("told")
+    assert stopped.exit_code == 128 + signum, stopped.output
+    assert not is_running(process_id)
+    assert not Path(directory).exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_in_the_first_moment_of_a_start_ends_all(tmp_path: Path, signum: signal.Signals) -> None:
+    """It is neither lost, nor does it leave a process or the directory: the guard is there before the process is."""
+    stopped = begin_shell(tmp_path, f"kill -{signum.value} $PPID; while true; do sleep 0.1; done").wait()
+    [[process_id, directory]] = stopped.told("told")
+    assert stopped.exit_code == (-signum if signum == signal.SIGKILL else 128 + signum), stopped.output
+    assert ends_soon(process_id)
+    deadline = time.monotonic() + 20
+    while Path(directory).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(directory).exists()
 
 
 @pytest.mark.slow

@@ -72,9 +72,8 @@ def test_a_mark_that_vanishes_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
     supervisor.close()
 
 
-def test_each_start_forgets_what_the_one_before_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_forgets_what_the_one_before_has_told() -> None:
     """Also one that comes without a failure, when a machine joins; an autosave before it counts as progress."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
     supervisor = Supervisor(RestartPolicy(2))
     supervisor.begin_start()
     supervisor.after_failure([1])
