@@ -32,7 +32,6 @@ _COMMANDS = {
     "run": ("run", "run a script, and start it again after each failure, until it ends"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
     "replay": ("replay", "run a step of a run again, exactly as it was"),
-    "batch": ("batch", "show which samples were in a batch, or which batches a sample was in"),
 }
 
 

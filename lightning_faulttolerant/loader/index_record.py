@@ -261,15 +261,6 @@ def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
     return IndexPlan(birth=RandomStates.from_state_dict(state["birth"]))
 
 
-def deal_of(record: IndexRecord) -> RemainingBatches | None:
-    """Return how all ranks share the samples of an iteration, from its beginning; ``None`` if that is not known."""
-    if record.deal is not None:
-        return record.deal
-    if record.order is None or record.share is None:
-        return None
-    return RemainingBatches(order=record.order, begin=0, end=record.order.length, share=record.share)
-
-
 def moments_state(**moments: RandomStates | None) -> dict[str, object]:
     """Return moments by name as plain dicts; ``None`` for a moment that has not come yet."""
     return {name: None if moment is None else moment.state_dict() for name, moment in moments.items()}

@@ -9,8 +9,6 @@ rank may already be in the next one. What is left is then not one contiguous end
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -160,20 +158,6 @@ class RemainingBatches:
         """Return the deal that `state` describes."""
         order, share = GlobalOrder(**state["order"]), RankShare(**state["share"])
         return cls(order=order, begin=state["begin"], end=state["end"], share=share)
-
-
-def deal_as_json(deal: RemainingBatches) -> dict[str, object]:
-    """Return the state of a deal in a form that JSON can hold."""
-    state: dict[str, Any] = dict(deal.state_dict())
-    state["order"]["generator"] = base64.b64encode(zlib.compress(deal.order.generator)).decode()
-    return state
-
-
-def deal_from_json(state: Mapping[str, Any]) -> RemainingBatches:
-    """Return the deal that `deal_as_json` describes."""
-    order = state["order"]
-    generator = zlib.decompress(base64.b64decode(order["generator"]))
-    return RemainingBatches.from_state_dict({**state, "order": {**order, "generator": generator}})
 
 
 def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:

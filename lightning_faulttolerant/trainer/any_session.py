@@ -137,7 +137,6 @@ class AnySession(ABC):
 
     def begin(self) -> None:
         """Choose what the run resumes from. Call this before loggers open their files and callbacks are set up."""
-        self._beginning.look_up()
         self._supervision.begin()
         if self._replay is not None:
             self._replay.protect()

@@ -114,8 +114,6 @@ class Session(AnySession):
         if self._recorder is not None:
             self._recorder.interrupt(exception)
         if self._training is not None:
-            if self._training.boundary is not None:
-                self._training.note_order()
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
             end_interrupted(self.trainer, boundary if saves else None, autosaver, exception, source)
         elif isinstance(exception, TrainingStopped):

@@ -7,7 +7,6 @@ the epoch, as in an uninterrupted run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -148,10 +147,6 @@ class ResumedEpoch:
         return [callback for name, callback in named.items() if name in self._owed], MODULE in self._owed
 
 
-_EPOCHS_WITH_GENERATORS = 100
-"""In so many epochs, the history has the states of samplers' own generators. It must not become too long."""
-
-
 class Training:
     """The training of one fit. It exists once the checkpoint is loaded, and Lightning's loops are about to run.
 
@@ -272,25 +267,11 @@ class Training:
     def end_epoch(self, original: Method) -> None:
         """Replace the fit loop's ``on_advance_end``."""
         self._supervision.in_section(END_OF_EPOCH)
-        self.note_order(is_over=True)
         resumed, self._resumed_epoch = self._resumed_epoch, None
         if resumed is None:
             original()
         else:
             resumed.end(original)
-
-    def note_order(self, *, is_over: bool = False) -> None:
-        """Note in the history in which order the epoch in progress has its samples.
-
-        Args:
-            is_over: Whether it has no further batch.
-        """
-        epoch, limit = self._trainer.current_epoch, self._trainer.num_training_batches
-        num_batches = int(limit) if math.isfinite(limit) else None
-        if is_over:
-            num_batches = compat.num_completed(self._trainer) or num_batches
-        orders = self._loaders.orders(keeps_generators=epoch < _EPOCHS_WITH_GENERATORS)
-        self._beginning.history.order(epoch, orders, num_batches)
 
     def before_first_batch(self) -> None:
         """Pass the boundary before the first training batch of this process."""

@@ -152,7 +152,7 @@ def of_interrupted(
     if ran.outcome == running.FAILED:
         return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
     if ran.outcome == running.BEGAN_AGAIN:
-        return DrillVerdict(word=result.NOT_RESUMED, text="A restart started over.", cause=causes.NOT_RESUMED)
+        return DrillVerdict(word=result.NOT_RESUMED, text="A restart did not resume.", cause=causes.NOT_RESUMED)
     verdict = _of_outcome(ran)
     if verdict is not None:
         return verdict

@@ -21,7 +21,7 @@ from itertools import chain, count
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError, RunInUseError
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME as HISTORY_NAME
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RegisteredRun, Registry, RunRecord
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.identity.fingerprint import (
@@ -279,14 +279,6 @@ class Finder:
         if fit_folders(open_store(default).listing().folders):
             return default
         return self._elsewhere(default)
-
-    def look_for_history(self) -> str | None:
-        """Return the directory of the run, even if it has finished; ``None`` if there is none. Nothing is opened."""
-        found = self.look()
-        default = directory_of(self._dirpath, self._run_id)
-        if found is None and HISTORY_NAME in open_store(default).listing().files:
-            return default
-        return found
 
     def number_in(self, directory: str | None, begun: list[int]) -> int:
         """Return the number that the fit has in a run, without opening it.

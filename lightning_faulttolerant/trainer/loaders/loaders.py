@@ -22,11 +22,10 @@ from lightning_faulttolerant.loader.exactness import (
     was_given_position,
     why_not_exact,
 )
-from lightning_faulttolerant.loader.index_record import deal_of
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.other_loaders import is_replayed, keeps_own_state
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches, deal_as_json
+from lightning_faulttolerant.loader.remaining import RankShare, RemainingBatches
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.rng import look, set_rng_state
@@ -411,23 +410,6 @@ class Loaders:
         """Seed the samples of all ranks from rank 0's seed; a collective."""
         if self._seeds is not None:
             self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
-
-    def orders(self, *, keeps_generators: bool) -> dict[str, dict[str, object] | None]:
-        """Return the order of the training epoch by place, for JSON; ``None`` where that is not known.
-
-        Args:
-            keeps_generators: Whether it may hold the state of a generator, which is 3 KB long.
-        """
-        found: dict[str, dict[str, object] | None] = {
-            place: None for place in self.untracked if place.startswith(TRAIN)
-        }
-        for place, tracker in self._training().items():
-            has_indices = isinstance(tracker, TrackedLoader) and tracker.iterable is None
-            record = getattr(tracker.iteration, "record", None) if has_indices else None
-            known = None if record is None else deal_of(record)
-            is_long = known is not None and bool(known.order.generator) and not keeps_generators
-            found[place] = None if known is None or is_long else deal_as_json(known)
-        return found
 
     def deal(self) -> RemainingBatches | None:
         """Return this rank's share of the rest of an epoch that other ranks began, until that rest begins."""

@@ -19,10 +19,8 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.processes import leave_process
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.records.requests import replay_requested
-from lightning_faulttolerant.records.runs import lookup_requested, write_lookup
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit, advise
@@ -136,10 +134,6 @@ class _RunSearch:
     def _own(self, finder: Finder) -> Finder:
         return finder if self._branch is None else self._branch.finder(finder)
 
-    def look_for_history(self) -> str | None:
-        """Return the directory of the run, even if it has finished; ``None`` if there is none. Nothing is opened."""
-        return self._own(self._finder(None)).look_for_history()
-
     def find(self, checkpoint: object) -> tuple[FoundFit, StartFingerprint]:
         """Open the run.
 
@@ -207,16 +201,6 @@ class Beginning:
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
         """The checkpoint that the fit continues from; ``None`` until it is chosen."""
-
-    def look_up(self) -> None:
-        """End this process if the command ``batch`` has started it. Rank 0 first tells where the run is."""
-        path = lookup_requested()
-        if path is None:
-            return
-        if not (self._trainer.local_rank or self._trainer.node_rank):
-            write_lookup(path, self._search.look_for_history())
-        # Lightning's parent waits for a result of the processes that it has created, unless they fail.
-        leave_process(1 if self._search.options.script.is_elsewhere else 0)
 
     def begin(self) -> None:
         """Open the run and choose, on rank 0. Call this before the loggers begin their files."""

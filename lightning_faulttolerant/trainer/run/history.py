@@ -32,7 +32,6 @@ from lightning_faulttolerant.records.history import (
     FINISHED,
     FIT,
     INCIDENT,
-    ORDER,
     SKIPPED,
     START,
     STOPPED,
@@ -276,17 +275,6 @@ class HistoryWriter:
         """
         self._write_validated()
         self._add(SKIPPED, epoch=skip[0], batch=skip[1], global_step=self._trainer.global_step, text=text[:_MAX_TEXT])
-
-    @_without_harm
-    def order(self, epoch: int, loaders: Mapping[str, object], num_batches: int | None) -> None:
-        """Note in which order an epoch has its samples.
-
-        Args:
-            epoch: The epoch.
-            loaders: By place, the order in a form that JSON can hold, or ``None``.
-            num_batches: How many batches it has; ``None`` if that is not known.
-        """
-        self._add(ORDER, epoch=epoch, loaders=dict(loaders), num_batches=num_batches)
 
     def note_taken(self) -> None:
         """Note that a state is taken, for an autosave that is written later."""
