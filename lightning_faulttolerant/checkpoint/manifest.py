@@ -159,7 +159,7 @@ def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsyn
     Raises:
         OSError: If it can't be written; the old one still exists.
     """
-    with atomic_writer(Path(directory) / MANIFEST_NAME, fsync=fsync) as file:
+    with atomic_writer(Path(directory) / MANIFEST_NAME, fsync=fsync, follows_links=False) as file:
         file.write(encoded(manifest))
 
 

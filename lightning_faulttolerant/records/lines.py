@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 Line = dict[str, Any]
@@ -44,10 +45,16 @@ class LineFile:
 
     Args:
         path: The file; created if it does not exist.
+        opener: Opens it, as ``os.open`` does.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        opener: Callable[[str | os.PathLike[str], int, int], int] = os.open,
+    ) -> None:
+        self._descriptor = opener(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._descriptor).st_size
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
@@ -71,14 +78,37 @@ class LineFile:
             self._descriptor = -1
 
 
+def open_own(path: str | os.PathLike[str], flags: int, mode: int) -> int:
+    """Open a file of a run for writing, as ``os.open`` does, but not one that others may have put there.
+
+    Raises:
+        PermissionError: If it is a link, or belongs to another user in a directory that everybody may write to.
+        OSError: As ``os.open``.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise PermissionError(errno.EPERM, "It is a link, which others may have put there. Remove it", path) from error
+    owner, directory = os.fstat(descriptor).st_uid, os.stat(os.path.dirname(os.path.abspath(path)))
+    if directory.st_mode & stat.S_IWOTH and owner not in (os.geteuid(), 0):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, f"It belongs to another user ({owner}), who put it there. Remove it", path)
+    return descriptor
+
+
 def append_line(path: str | os.PathLike[str], line: Mapping[str, object]) -> None:
     """Add one object in a single write; after a line that a killed process has torn, begin a new line.
 
     Args:
         path: The file; created if it does not exist.
         line: An object that JSON can hold.
+
+    Raises:
+        OSError: If it is a link, or the file of another user, or can't be written.
     """
-    file = LineFile(path)
+    file = LineFile(path, opener=open_own)
     try:
         file.append(line)
     finally:

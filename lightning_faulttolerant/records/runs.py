@@ -193,7 +193,9 @@ class Registry:
             (self.directory / ".gitignore").write_text("*\n")
         path = self._path_of(entry.directory)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(json.dumps(asdict(entry)).encode("utf-8", "surrogateescape"))
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # not through a link
+            file.write(json.dumps(asdict(entry)).encode("utf-8", "surrogateescape"))
         os.replace(temporary, path)
 
     def remove(self, directory: str) -> None:

@@ -44,12 +44,15 @@ ABANDONED_AFTER_SECONDS = 3600.0
 
 
 @contextlib.contextmanager
-def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterator[IO[bytes]]:
+def atomic_writer(
+    path: str | os.PathLike[str], *, fsync: bool = True, follows_links: bool = True
+) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces ``path`` when the block ends, and vanishes if the block raises.
 
     Args:
-        path: The target path. If it is a symbolic link, the link's target is replaced, not the link.
+        path: The target path.
         fsync: Wait until the bytes and the new directory entry are on the disk.
+        follows_links: If the path is a symbolic link, replace the link's target; otherwise, replace the link.
 
     Yields:
         The temporary file, in the directory of the target: a rename across file systems would be a copy.
@@ -59,7 +62,7 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
             directory.
         ValueError: If the path is a device, a pipe or a socket.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path) if follows_links else os.path.abspath(path))
     _check_replaceable(target)
     temporary = target.parent / temporary_name(target.name)
     is_ours = False
@@ -395,7 +398,7 @@ class LocalStore:
         """Open a temporary file that takes the name when the block ends; missing directories are created."""
         path = self.directory / name
         make_directory(path.parent)
-        with atomic_writer(path, fsync=fsync) as file:
+        with atomic_writer(path, fsync=fsync, follows_links=False) as file:  # others may have put a link there
             yield file
 
     def size(self, name: str) -> int:

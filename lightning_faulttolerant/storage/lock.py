@@ -30,7 +30,7 @@ from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.processes import is_alive, this_machine
-from lightning_faulttolerant.records.lines import parse_json
+from lightning_faulttolerant.records.lines import open_own, parse_json
 from lightning_faulttolerant.storage.local import make_directory
 from lightning_faulttolerant.storage.store import is_url, local_path
 
@@ -136,7 +136,7 @@ class RunLock(Lock):
 def _open_locked(directory: Path) -> int:
     path = directory / LOCK_NAME
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor, directory)
             if is_still_at(path, descriptor):

@@ -26,7 +26,7 @@ from typing import final
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.processes import started_at
 from lightning_faulttolerant.records.lines import read_json
-from lightning_faulttolerant.storage.store import open_file, open_writer
+from lightning_faulttolerant.storage.store import open_file, open_store
 
 DIRECTORY_VARIABLE = "PL_FAULT_TOLERANT_SUPERVISOR"
 """The directory for heartbeats and failures. ``lightning-faulttolerant run`` sets it for its processes."""
@@ -308,7 +308,7 @@ class SectionTimes:
 
     def writing(self) -> Callable[[], None]:
         """Return what writes that which was learned until now. A failure is no reason to stop."""
-        written, path = self._written, os.path.join(self.directory, FILE_NAME)
+        written, directory = self._written, self.directory
         if not self.directory or not (
             self._has_new_hang
             or any(seconds > _WORTH_WRITING * written.get(name, 0.0) for name, seconds in self._slowest.items())
@@ -320,7 +320,10 @@ class SectionTimes:
         content = json.dumps(found).encode()
 
         def write() -> None:
-            with contextlib.suppress(OSError, FaultToleranceError), open_writer(path, fsync=False) as file:
+            with (
+                contextlib.suppress(OSError, FaultToleranceError),
+                open_store(directory).writer(FILE_NAME, fsync=False) as file,
+            ):
                 file.write(content)
 
         return write

@@ -32,7 +32,7 @@ from typing import IO, final
 
 from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.processes import is_running, parents_and_states, send_signal, with_children
-from lightning_faulttolerant.storage.store import open_writer
+from lightning_faulttolerant.storage.store import open_store, split_path
 from lightning_faulttolerant.supervision.guard import start_companion
 from lightning_faulttolerant.supervision.heartbeats import (
     OFF,
@@ -217,7 +217,8 @@ def write_hang_report(text: str, directory: str) -> str:
 
 def _write(path: str, text: str, written: list[str]) -> None:
     with contextlib.suppress(OSError, FaultToleranceError):
-        with open_writer(path) as file:
+        directory, name = split_path(path)
+        with open_store(directory).writer(name) as file:
             file.write(text.encode())
         written.append(path)
 

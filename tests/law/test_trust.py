@@ -22,6 +22,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli import main as command_line
+from lightning_faulttolerant.records.lines import append_line, read_lines
 from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.resume.choice import Trust
@@ -380,3 +381,37 @@ def test_each_file_of_a_directory_counts(private: Path) -> None:
     assert "__0_0.distcp is writable by everybody" in str(trust.why_not(str(directory)))
     trust.written({"key": b""}, str(directory), is_first=False)
     assert trust.why_not(str(directory)) is None
+
+
+def test_planted_links_are_not_followed_for_writing(tmp_path: Path) -> None:
+    """Whatever link another user puts into a run's directory, no file elsewhere is written; a lock names the link."""
+    directory, victims = tmp_path / "saved", tmp_path / "victims"
+    victims.mkdir()
+    assert fit(directory, KillAt(2)).exit_code == -signal.SIGKILL
+    [run_json] = directory.rglob("run.json")
+    for name in ("run.json", "history.jsonl", "section-times.json", "run.lock"):
+        (victims / name).write_bytes(b"of somebody\n" * (50_000 if name == "history.jsonl" else 1))
+        (run_json.parent / name).unlink(missing_ok=True)
+        (run_json.parent / name).symlink_to(victims / name)
+    before = {path.name: path.read_bytes() for path in victims.iterdir()}
+    ended = fit(directory)
+    assert ended.exit_code != 0
+    assert "It is a link" in ended.output
+    (run_json.parent / "run.lock").unlink()
+    ended = fit(directory)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly" in ended.output
+    assert {path.name: path.read_bytes() for path in victims.iterdir()} == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_that_another_user_has_put_there_is_refused(tmp_path: Path) -> None:
+    """In a directory that everybody may write to, the owner of a file counts; in one's own, it does not."""
+    path = tmp_path / "history.jsonl"
+    path.touch()
+    os.chown(path, 12345, 12345)
+    append_line(path, {})
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"belongs to another user \(12345\)"):
+        append_line(path, {})
+    assert read_lines(path) == [{}]

@@ -139,7 +139,7 @@ class Script:
         # A kill at any moment must leave a file that can be read. No other process writes at the same time: the script
         # waits for its children.
         temporary = f"{self._path}.{os.getpid()}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file)
         os.replace(temporary, self._path)

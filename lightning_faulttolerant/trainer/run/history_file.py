@@ -38,7 +38,7 @@ from lightning_faulttolerant.records.history import (
 )
 from lightning_faulttolerant.records.history_parser import place_of, slow_of
 from lightning_faulttolerant.records.lines import Line, append_line, parse_lines, read_lines
-from lightning_faulttolerant.storage.store import is_url, open_writer
+from lightning_faulttolerant.storage.store import is_url, open_store
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.storage.remote import RemoteStore
@@ -169,7 +169,7 @@ class LocalHistory:
     def _shorten(self) -> None:
         text = text_of(shortened(read_lines(self.path), max_bytes=self._max_bytes))
         self._room = max(self._max_bytes, 2 * len(text))  # also if shortening fails or is not enough: not at each line
-        with open_writer(self.path, fsync=False) as file:
+        with open_store(os.path.dirname(self.path)).writer(FILE_NAME, fsync=False) as file:
             file.write(text)
 
 

@@ -55,7 +55,8 @@ class AtomicCheckpointIO(AnyCheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` is not supported by AtomicCheckpointIO, nor by "
                 "Lightning. Put the options of a file system into fsspec's configuration."
             )
-        directory, name = split_path(_as_given(path))
+        given = _as_given(path)
+        directory, name = split_path(given if is_url(given) else os.path.realpath(given))
         if not is_url(directory):
             remove_abandoned(pathlib.Path(directory))
         with open_store(directory).writer(name) as file:
