@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Set
@@ -16,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
+_SET_DEATH_SIGNAL = 1
+"""The option of `prctl` (``PR_SET_PDEATHSIG``)."""
 _SESSION, _STARTED_AT = 3, 19
 """The places of a process's session and start among the fields of its ``stat`` from its state on."""
 
@@ -131,6 +135,12 @@ def send_signal(process_id: int, signum: int) -> None:
     """Send a signal to a process, if it is still there and belongs to this user."""
     with contextlib.suppress(OSError):
         os.kill(process_id, signum)
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:

@@ -14,8 +14,9 @@ import contextlib
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch._utils import ExceptionWrapper
@@ -27,6 +28,7 @@ from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.objects import WorkerObjects
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.processes import end_with_parent, is_running
 from lightning_faulttolerant.state import rng
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.walk import users_variables
@@ -113,10 +115,12 @@ _IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStart:
-    """Where workers that are created together leave their states, and what they continue from."""
+    """Where workers that are created together leave their states, what they continue from, and who creates them."""
 
     ring: WorkerRing
     states: Sequence[WorkerState] = ()
+    process_id: int = field(default_factory=os.getpid)
+    is_in_main_thread: bool = field(default_factory=lambda: threading.current_thread() is threading.main_thread())
 
 
 class WorkerSide:
@@ -176,6 +180,14 @@ class WorkerSide:
     def init(self, worker_id: int) -> None:
         """Set up a worker that has just started: its signals, the user's function, then the state to continue from."""
         [start] = self._starts
+        # torch looks for the parent only after this function, and compares it with the one of that moment.
+        if start.is_in_main_thread:  # the kernel takes the end of the thread that starts a process for its parent's
+            end_with_parent()
+        self._init(worker_id, start)
+        if not is_running(start.process_id):
+            os._exit(1)
+
+    def _init(self, worker_id: int, start: WorkerStart) -> None:
         start.ring.register(worker_id, os.getpid())
         _handle_signals(start.ring, worker_id)
         _note_failures(start.ring, worker_id)
