@@ -9,6 +9,7 @@ state and from the caller's names, so two ranks or workers never draw the same n
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import logging
 import random
@@ -115,10 +116,13 @@ class HeldGenerators:
 
     def _note(self, found: Iterator[tuple[Path, object]]) -> None:
         for path, value in found:
-            if is_generator(value):
-                self.paths[path_name(path)] = path
-            else:
-                self._watch(path, value)
+            with contextlib.suppress(Exception):  # any class may raise anything: what can't be read is left alone
+                if not is_generator(value):
+                    self._watch(path, value)
+                elif _is_readable(value):
+                    self.paths[path_name(path)] = path
+                else:
+                    _log.warning("The state of %s can't be read: its draws may repeat.", path_name(path))
 
     def _look_at_made(self) -> None:
         """Warn if an object has replaced a generator that was created for it, before anything was drawn from it."""
@@ -284,6 +288,17 @@ def pack_generator(generator: Any) -> bytes:
     sequence = rng.sequence_of(bits)
     spawning = "" if sequence is None else f" {rng.pack_sequence(sequence)}"
     return _tagged(f"numpy.{kind}{spawning}", packing.bits_state(bits))
+
+
+def _is_readable(generator: object) -> bool:
+    """Return whether the state can be read: a mock of a generator has none, and a subclass may raise anything."""
+    try:
+        pack_generator(generator)
+    except NotExactError:  # it will be raised where it can be reported
+        return True
+    except Exception:  # noqa: BLE001 - any class may raise anything
+        return False
+    return True
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:

@@ -7,6 +7,7 @@ Lists go to the first rank in the order of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -60,9 +61,10 @@ def _in_containers(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, 
 
 
 def _items(value: object) -> Iterator[tuple[str, torch.nn.Module]]:
-    if isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        yield from ((f"[{key!r}]", item) for key, item in items if _is_kept(item))
+    with contextlib.suppress(Exception):  # any class may raise anything: what can't be read is left alone
+        if isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from [(f"[{key!r}]", item) for key, item in items if _is_kept(item)]
 
 
 def metrics_of(holder: object) -> dict[str, torch.nn.Module]:

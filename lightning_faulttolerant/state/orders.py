@@ -87,7 +87,7 @@ def names_of(values: Sequence[Any]) -> Sequence[str]:
 
 def is_number(value: object) -> bool:
     """Return whether `value` is a single number."""
-    return isinstance(value, _NUMBERS) or kinds.is_numpy(value, "number")
+    return issubclass(type(value), _NUMBERS) or kinds.is_numpy(value, "number")
 
 
 def _sampled(values: Sequence[object]) -> Iterator[object]:

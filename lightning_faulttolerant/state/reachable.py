@@ -50,6 +50,19 @@ def global_path(module_name: str, *names: str) -> str:
     return ".".join((f"{_GLOBALS}{module_name}", *names))
 
 
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Return ``isinstance``; ``False`` for an object that can't be asked, such as a proxy of a deleted one."""
+    return answers(lambda one: isinstance(one, kinds), value)
+
+
+def answers(is_one: Callable[[Any], bool], value: object) -> bool:
+    """Return the answer of `is_one`; ``False`` if the object raises an error, as any class may do anywhere."""
+    try:
+        return is_one(value)
+    except Exception:  # noqa: BLE001 - any class may raise anything
+        return False
+
+
 def is_users(kind: type) -> bool:
     """Return whether a class is defined in one of the user's modules."""
     module = sys.modules.get(kind.__module__)
@@ -212,6 +225,7 @@ OF_OPTIMIZERS = ("state", "param_groups")
 # Large containers hold no generators in practice; walking them would take seconds at each autosave.
 MAX_ITEMS = 1_000
 _MAX_VISITED = 200_000
+_MAX_DEPTH = 1_000
 
 
 def path_name(path: Path) -> str:
@@ -226,13 +240,17 @@ def is_generator(value: object) -> bool:
     """Return whether `value` has a state that draws change: a generator of Python, NumPy or torch, or its seeds."""
     if torch.Generator in type(value).__mro__:  # its metaclass makes `isinstance` slow
         return True
-    if isinstance(value, random.Random):
+    if issubclass(type(value), random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
     kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
-    return isinstance(value, kinds) or rng.is_sequence(value)
+    if issubclass(type(value), kinds) or rng.is_sequence(value):
+        return True
+    # A proxy of a generator answers like it; a mock does not.
+    is_stand_in = isinstance(value, numpy_random.Generator)
+    return is_stand_in and issubclass(type(value.bit_generator), numpy_random.BitGenerator)  # type: ignore[attr-defined]
 
 
 def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
@@ -246,15 +264,18 @@ def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> I
     visited: set[int] = set()
     while queue:
         path, value = queue.popleft()
-        if isinstance(value, _PRIMITIVES) or id(value) in visited or id(value) in known:
+        if is_a(value, _PRIMITIVES) or id(value) in visited or id(value) in known or len(path) > _MAX_DEPTH:
             continue
         if len(visited) >= _MAX_VISITED:
             _log.warning("Gave up looking for generators after %s objects, at %s.", _MAX_VISITED, path_name(path))
             return
         visited.add(id(value))
         yield path, value
-        if not is_generator(value):
-            queue.extend(((*path, step), child) for step, child in _children(value))
+        try:
+            if not is_generator(value):
+                queue.extend([((*path, step), child) for step, child in _children(value)])
+        except Exception as error:  # noqa: BLE001 - any class may raise anything: what can't be read is left alone
+            _log.debug("An object can't be searched for generators (%s)", type(error).__name__)
 
 
 def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
@@ -263,7 +284,7 @@ def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
     if isinstance(value, (dict, types.MappingProxyType)):
         yield from ((("item", key), child) for key, child in value.items() if not (is_pythons(key) or _is_bare(child)))
     elif isinstance(value, (list, tuple, deque)):
-        yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))
+        yield from ((("item", i), c) for i, c in enumerate(value) if not issubclass(type(c), _PRIMITIVES[:7]))
     elif isinstance(value, functools.partial):
         yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):

@@ -36,7 +36,7 @@ from lightning_faulttolerant.state.orders import (
     names_of,
     text_of,
 )
-from lightning_faulttolerant.state.reachable import is_users_frame
+from lightning_faulttolerant.state.reachable import is_a, is_users_frame
 from lightning_faulttolerant.streaming import is_stream
 
 INDICES = "indices"
@@ -109,13 +109,14 @@ def contents_of(roots: Mapping[str, object], rules: Rules) -> DrawnContents:
         seen.add(id(value))
         if is_part(value):
             found.parts[path] = value
-        if isinstance(value, Dataset):
+        if is_a(value, Dataset):
             found.datasets[path] = value
-        if rules.is_live(value) and not isinstance(value, (Dataset, *PARTS)):
+        if rules.is_live(value) and not is_a(value, (Dataset, *PARTS)):
             continue
-        for name, child in (attributes_of(value, rules) or {}).items():
-            _add(found, queue.append, f"{path}.{name}", value, name, child)
-        queue.extend(_held_by(path, value))
+        with contextlib.suppress(Exception):  # any class may raise anything: what can't be read is left alone
+            for name, child in (attributes_of(value, rules) or {}).items():
+                _add(found, queue.append, f"{path}.{name}", value, name, child)
+            queue.extend([*_held_by(path, value)])
     return found
 
 

@@ -86,7 +86,7 @@ def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[
 
 def buffers_of(module: nn.Module, *, persistent: bool | None = None) -> dict[str, Tensor]:
     """Return the module's buffers themselves by name; the arguments are those of `buffers_state`."""
-    buffers = dict(module.named_buffers())
+    buffers = {name: buffer for name, buffer in module.named_buffers() if not is_lazy(buffer)}
     if persistent is None:
         return buffers
     left_out = set(_non_persistent(module))
@@ -148,7 +148,7 @@ def room_for(value: Tensor, owner: nn.Module, module: nn.Module) -> Tensor:
 @torch.no_grad()
 def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Copy `state` into the module's buffers in place; return the names that have no buffer of that shape."""
-    buffers = {name: shard_of(buffer) for name, buffer in module.named_buffers()}
+    buffers = {name: shard_of(buffer) for name, buffer in buffers_of(module).items()}
     missing = [name for name, value in state.items() if name not in buffers or buffers[name].shape != value.shape]
     for name in state.keys() - set(missing):
         buffers[name].copy_(state[name])
@@ -165,7 +165,7 @@ def buffers_replaced(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator
         module: The buffers' module.
         state: The values, by name. Those without a buffer of that shape are left out.
     """
-    buffers = {name: shard_of(buffer) for name, buffer in module.named_buffers()}
+    buffers = {name: shard_of(buffer) for name, buffer in buffers_of(module).items()}
     found = {name: buffers[name] for name in state if name in buffers and buffers[name].shape == state[name].shape}
     now = {name: buffer.detach().clone() for name, buffer in found.items()}
     try:
@@ -229,13 +229,13 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
         self._marks = [_mark(t) for t in self._tensors]
         self._sums = [quick_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
-        now = list(tensors)
+        now = [tensor for tensor in tensors if not is_lazy(tensor)]
         if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
             return False
         if [_mark(t) for t in now] != self._marks:
@@ -259,7 +259,7 @@ def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 @torch.no_grad()
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    flat = _bytes_of(tensor, alignment=8)
+    flat = bytes_of(tensor, alignment=8)
     num_whole = flat.numel() // 8 * 8
     total = flat[:num_whole].view(torch.int64).sum()
     return total if num_whole == flat.numel() else total + flat[num_whole:].sum(dtype=torch.int64)
@@ -278,7 +278,7 @@ def quick_sums(tensor: Tensor) -> Tensor:
     words are not widened. Two signs that flip would cancel out in a sum. So the sums of rows are of each word combined
     with itself, moved by one bit: what a sign changes there depends on the bit next to it.
     """
-    flat = _bytes_of(tensor, alignment=8)
+    flat = bytes_of(tensor, alignment=8)
     num_whole = flat.numel() // 8 * 8
     words = flat[:num_whole].view(torch.int64)
     rows = words[: words.numel() // _NUM_COLUMNS * _NUM_COLUMNS].view(-1, _NUM_COLUMNS)
@@ -325,18 +325,20 @@ def _sums_of(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return the bytes of a tensor as whole words, and the remaining bytes, if there are any."""
-    flat = _bytes_of(tensor, alignment=4)
+    flat = bytes_of(tensor, alignment=4)
     num_whole = flat.numel() // 4 * 4
     if num_whole == flat.numel():
         return flat.view(torch.int32), []
     return flat[:num_whole].view(torch.int32), [flat[num_whole:]]
 
 
-def _bytes_of(tensor: Tensor, *, alignment: int) -> Tensor:
+def bytes_of(tensor: Tensor, *, alignment: int) -> Tensor:
     """Return the bytes of a tensor, of this rank's part if it is in shards. They begin at a multiple of `alignment`."""
-    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
+    flat: Tensor = shard_of(tensor).detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
+    if flat.stride() != (1,):  # a single element, of an expanded tensor
+        flat = flat.as_strided(flat.shape, (1,))
     flat = flat.view(torch.uint8)
     return flat.clone() if flat.storage_offset() % alignment else flat
 
@@ -370,7 +372,7 @@ def _tensor_content(tensor: Tensor) -> object:
     """Return a value that differs if the bits of two tensors differ."""
     shard = shard_of(tensor).detach()
     if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
-        return hash(shard.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return hash(bytes_of(shard, alignment=1).numpy().tobytes())
     return bit_sums(tensor).tolist()
 
 
@@ -384,7 +386,7 @@ def tensor_place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -395,12 +397,18 @@ def is_readable(tensor: Tensor) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has its own memory. A subclass that wraps other tensors has none, as in torchao."""
-    if type(tensor) in (Tensor, torch.nn.Parameter):
-        return True
+    shard = shard_of(tensor)
     try:
-        return shard_of(tensor).data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # torch's FakeTensor
+        return shard.numel() == 0 or (shard.data_ptr() != 0 and _fits(shard))
+    except RuntimeError:  # torch's FakeTensor, and what `torch.func` passes to a function
         return False
+
+
+def _fits(tensor: Tensor) -> bool:
+    """Return whether the storage is as large as the tensor: it may be freed, and reading it would crash."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    num_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return num_bytes <= tensor.untyped_storage().nbytes()
 
 
 def array_content(array: Any) -> object:

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.tensors import (
     SMALL_BYTES,
     array_content,
+    bytes_of,
     is_readable,
     shard_of,
     tensor_mark,
@@ -52,7 +52,7 @@ class Weak(weakref.ref[Any]):
 
 def hold(value: object) -> object:
     """Return `value`, or a weak stand-in if it is large."""
-    is_data = isinstance(value, Tensor) or kinds.is_numpy(value, "ndarray")
+    is_data = issubclass(type(value), Tensor) or kinds.is_numpy(value, "ndarray")
     return Weak(value) if is_data and is_large(value) else value
 
 
@@ -63,7 +63,10 @@ def held(value: object) -> object:
 
 def is_large(value: Any) -> bool:
     """Return whether a tensor or array is held weakly."""
-    return not (isinstance(value, Tensor) and not is_readable(value)) and bool(value.nbytes > _LARGE_BYTES)
+    try:
+        return not (isinstance(value, Tensor) and not is_readable(value)) and bool(value.nbytes > _LARGE_BYTES)
+    except Exception:  # noqa: BLE001 - any subclass may raise anything
+        return False
 
 
 def mark_of(value: Any) -> Mark | None:
@@ -126,7 +129,7 @@ def _sample(value: Any) -> object:
         return value.shape, value.dtype, first[:: max(1, len(first) // _NUM_SAMPLED)].tobytes()
     flat = shard_of(value).detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat[:1].reshape(-1)
-    return flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return bytes_of(flat[:: max(1, flat.numel() // _NUM_SAMPLED)].cpu(), alignment=1).numpy().tobytes()
 
 
 def plain_data_mark(value: Any) -> Mark | None:
@@ -159,7 +162,10 @@ def same(one: object, other: object) -> bool:
     if type(one) is not type(other) or not kinds.is_leaf(one):
         # A method is created again each time that it is looked up.
         return isinstance(one, types.MethodType) and one == other
-    return bool(one == other) or (one != one and other != other)
+    try:
+        return bool(one == other) or (one != one and other != other)
+    except Exception:  # noqa: BLE001 - any class may raise anything
+        return False
 
 
 def same_items(items: Iterable[object], others: Iterable[object]) -> bool:

@@ -43,7 +43,7 @@ from lightning_faulttolerant.state.objects.leaves import (
     why_not,
 )
 from lightning_faulttolerant.state.reachable import is_generator, is_users
-from lightning_faulttolerant.state.tensors import shard_of
+from lightning_faulttolerant.state.tensors import is_readable, shard_of
 
 _PLAIN = frozenset({type(None), bool, int, float})
 _MIN_NUMBERS = 64  # a list with this many numbers is kept as one tensor
@@ -408,10 +408,9 @@ class Encoder:
         return ["plain", found.copy()]
 
     def _tensor(self, tensor: Tensor) -> list[object]:
-        self._limit.take(tensor.numel() * tensor.element_size())
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_readable(tensor):
             raise CantCarryError(f"a {type(tensor).__name__} that is not a plain tensor")
+        self._limit.take(tensor.numel() * tensor.element_size())
         if tensor.nbytes > _MAX_BYTES:
             raise CantCarryError(f"a tensor of {tensor.nbytes / (1 << 20):.0f} MiB, which is too large")
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"

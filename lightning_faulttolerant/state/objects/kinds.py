@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_users, once_per_kind, own_dict
+from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_a, is_users, once_per_kind, own_dict
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -121,7 +122,7 @@ def is_leaf_type(kind: type) -> bool:
 
 def is_named(value: object) -> bool:
     """Return whether `value` is a part of the program: a class, a function, a module."""
-    return isinstance(value, _NAMED)
+    return is_a(value, _NAMED)
 
 
 def contents_of_cell(cell: types.CellType) -> list[object]:
@@ -167,7 +168,7 @@ def is_shared(value: object) -> bool:
 def is_numpy(value: object, kind: str) -> bool:
     """Return whether `value` is an instance of this NumPy class; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, getattr(numpy, kind))
+    return numpy is not None and issubclass(type(value), getattr(numpy, kind))
 
 
 def is_array(value: Any) -> bool:
@@ -188,6 +189,12 @@ def is_mapped(array: Any) -> bool:
             return True
         array = array.base
     return isinstance(array, mmap.mmap)
+
+
+def is_stand_in(value: object) -> bool:
+    """Return whether `value` only claims to hold data: a mock, or a proxy (``weakref.proxy``) of what does."""
+    of_data = (torch.Tensor, torch.nn.Module, tuple, *CONTAINERS)
+    return isinstance(value, of_data) and not issubclass(type(value), of_data)
 
 
 def is_container(value: object) -> bool:
@@ -214,7 +221,7 @@ def num_bytes(value: object) -> float:
 def num_items(value: Any) -> int:
     """Return the number of items in a container, an array, or a tensor; 0 for anything else."""
     if isinstance(value, torch.Tensor):
-        return value.numel()
+        return 0 if is_lazy(value) else value.numel()
     if is_numpy(value, "ndarray"):
         return int(value.size)
     return length_of(value) if is_container(value) else 0

@@ -21,6 +21,7 @@ from lightning_faulttolerant.state.objects.graph import Graph, Node
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
 from lightning_faulttolerant.state.packing import digests_of
+from lightning_faulttolerant.state.reachable import answers
 from lightning_faulttolerant.state.tensors import is_readable
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
@@ -127,7 +128,7 @@ class ObjectState:
     def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, object]:
         """Return the objects that satisfy `is_one`, by path, including objects that are not searched."""
         found = ((path, held(value)) for path, value in self._graph.things.items())
-        return {path: value for path, value in found if is_one(value)}
+        return {path: value for path, value in found if answers(is_one, value)}
 
     def carry_tensors(self) -> None:
         """Carry all tensors, even if they never change."""
@@ -209,8 +210,11 @@ class ObjectState:
         """Return the names of the attributes that changed, and `_STATE` or `_CONTENT`."""
         if node.state is not None:
             return {_STATE} if self._mark_of_state(node.value) != node.state else set()
-        content = {_CONTENT} if node.mark is not None and not node.mark() else set()
-        return content | self._attributes_changed(node)
+        try:
+            content = {_CONTENT} if node.mark is not None and not node.mark() else set()
+            return content | self._attributes_changed(node)
+        except Exception:  # noqa: BLE001 - it can't be read any more, and carrying it says why
+            return {_CONTENT}
 
     def _attributes_changed(self, node: Node) -> set[str]:
         if node.attributes is None or node.has_same_dict():
@@ -279,7 +283,7 @@ class ObjectState:
 
 
 def _form(tensor: Tensor) -> object:
-    return None if tensor.is_nested else tuple(tensor.shape), tensor.dtype, tensor.device
+    return tuple(tensor.shape) if is_readable(tensor) else None, tensor.dtype, tensor.device
 
 
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:

@@ -47,6 +47,7 @@ from lightning_faulttolerant.state.objects.graph import (
     of_namespace,
 )
 from lightning_faulttolerant.state.reachable import (
+    answers,
     global_path,
     has_dict,
     is_detached,
@@ -82,10 +83,19 @@ def users_namespaces(roots: Mapping[str, object]) -> dict[str, kinds.Namespace]:
     found: dict[str, kinds.Namespace] = {}
     for name, module in _with_detached(_users_modules(), roots):
         found[global_path(name)] = kinds.Namespace(owner=module)
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == vars(module).get("__name__"):
-                found[global_path(name, value.__qualname__)] = kinds.Namespace(owner=value)
+        for kind in _classes_of(module):
+            found[global_path(name, kind.__qualname__)] = kinds.Namespace(owner=kind)
     return found
+
+
+def _classes_of(module: object) -> list[type]:
+    """Return the classes that are defined in a module."""
+    own_name = vars(module).get("__name__")
+
+    def is_own(value: Any) -> bool:
+        return isinstance(value, type) and value.__module__ == own_name
+
+    return [value for value in list(vars(module).values()) if answers(is_own, value)]
 
 
 def users_variables(roots: Mapping[str, object]) -> dict[str, object]:
@@ -163,6 +173,7 @@ def _search() -> Iterator[tuple[str, types.ModuleType]]:
 _log = logging.getLogger(__name__)
 
 MAX_OBJECTS = 500_000
+_MAX_PATH = 20_000  # the paths of a long chain take memory that grows with the square of its length
 _NOTHING: frozenset[str] = frozenset()
 
 
@@ -207,7 +218,10 @@ def graph_of(
     queue: deque[tuple[str, object]] = deque(roots.items())
     while queue:
         path, value = queue.popleft()
-        if kinds.is_leaf(value) or graph.is_met(value):
+        if answers(kinds.is_leaf, value) or graph.is_met(value):
+            continue
+        if len(path) > _MAX_PATH:
+            _log.warning("What training changes on objects inside %s... is not saved: it is too deep.", path[:60])
             continue
         if len(graph.things) >= MAX_OBJECTS:
             _log.warning(
@@ -219,23 +233,34 @@ def graph_of(
             break
         graph.paths[id(value)] = path
         graph.things[path] = hold(value)
-        if kinds.is_named(value) and not isinstance(value, types.MethodType):
-            if isinstance(value, types.FunctionType) and is_users_function(value):
-                queue.extend(_of_function(graph, path, value))
-            elif isinstance(value, type) and is_users(value):
-                if is_detached_class(value):  # it can't be found by its name
-                    graph.classes.setdefault(name_of(value), value)
-                queue.extend(_of_class(graph, value))
-            continue
-        graph.classes.setdefault(name_of(type(value)), type(value))
-        queue.extend(_met(graph, path, value, rules, state_of, with_contents=with_contents))
+        try:
+            if not kinds.is_named(value) or isinstance(value, types.MethodType):
+                queue.extend([*_met(graph, path, value, rules, state_of, with_contents=with_contents)])
+            else:
+                queue.extend([*_named(graph, path, value)])
+        except Exception as error:  # noqa: BLE001 - any class may raise anything: what can't be read is left alone
+            graph.nodes.pop(path, None)
+            _log.debug("%s can't be read (%s)", path, type(error).__name__)
     return graph
+
+
+def _named(graph: Graph, path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects that a user's function or class refers to."""
+    if isinstance(value, types.FunctionType) and is_users_function(value):
+        yield from _of_function(graph, path, value)
+    elif isinstance(value, type) and is_users(value):
+        if is_detached_class(value):  # it can't be found by its name
+            graph.classes.setdefault(name_of(value), value)
+        yield from _of_class(graph, value)
 
 
 def _met(
     graph: Graph, path: str, value: object, rules: Rules, state_of: Callable[[object], object], *, with_contents: bool
 ) -> Iterator[tuple[str, object]]:
     """Add `value` to the nodes, if it can change, and yield the objects that it refers to."""
+    if kinds.is_stand_in(value):
+        return
+    graph.classes.setdefault(name_of(type(value)), type(value))
     if isinstance(value, (Tensor, nn.Module)) or kinds.is_optimizer(value):
         yield from of_hooks(path, value)
     if is_generator(value) or rules.is_live(value):
@@ -320,9 +345,9 @@ def _is_wrappers(owner: object, name: str, value: object) -> bool:
 
     They set their own function as an attribute, and afterwards the method that the class has anyway.
     """
-    if isinstance(value, types.MethodType):
+    if type(value) is types.MethodType:
         return value.__self__ is owner and getattr(type(owner), name, None) is value.__func__
-    return isinstance(value, types.FunctionType) and is_librarys(value)
+    return type(value) is types.FunctionType and is_librarys(value)
 
 
 def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:

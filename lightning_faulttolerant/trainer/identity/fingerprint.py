@@ -251,7 +251,7 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
     for name in _NOT_OWN:
         attributes.pop(name, None)
     found: dict[str, object] = {
-        name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))
+        name: value for name, value in attributes.items() if issubclass(type(value), (bool, int, float))
     }
     found |= {name: value for name, value in leaves(dict(owner.hparams)) if isinstance(value, (bool, int, float, str))}
     now = time.time()

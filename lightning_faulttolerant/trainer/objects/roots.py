@@ -184,13 +184,17 @@ def _names_of(make: Callable[[], object]) -> frozenset[str]:
     return frozenset(vars(make()))
 
 
+# torch removes them once the shapes are known: in a resumed run, at its own first batch.
+_OF_LAZY_MODULES = frozenset({"_initialize_hook", "_load_hook"})
+
+
 @once_per_kind
 def _of_lightnings(kind: type) -> frozenset[str]:
     """Return the names of the attributes that torch's or Lightning's own code sets on objects of this class."""
     if issubclass(kind, LightningModule):
         return _names_of(LightningModule)
     if issubclass(kind, torch.nn.Module):
-        return _names_of(torch.nn.Module)
+        return _names_of(torch.nn.Module) | _OF_LAZY_MODULES
     if issubclass(kind, LightningDataModule):
         return _names_of(LightningDataModule)
     return names_in_libraries(kind) | ({"log", "log_dict"} if issubclass(kind, Callback) else set())

@@ -323,15 +323,23 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, object]:
     if is_hugging_face(dataset):
         return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
     for name, value in sorted((own_dict(dataset) or {}).items()):
-        if isinstance(value, Dataset) and depth < _DEPTH:
-            found[name] = _dataset(value, depth + 1)
-        elif _is_array(value):
-            found[name] = _digest(value)
-        elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
-            found[name] = {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
-        elif isinstance(value, (list, tuple)) and (names := _file_names(value)) is not None:
-            found[name] = names
+        with contextlib.suppress(Exception):  # an attribute may raise anything: what can't be read is left out
+            part = _attribute(value, depth)
+            found |= {} if part is None else {name: part}
     return found
+
+
+def _attribute(value: Any, depth: int) -> object:
+    """Return what is known of an attribute of a data set; ``None`` if it holds no data."""
+    if isinstance(value, Dataset) and depth < _DEPTH:
+        return _dataset(value, depth + 1)
+    if _is_array(value):
+        return _digest(value)
+    if not isinstance(value, (list, tuple)):
+        return None
+    if value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
+        return {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
+    return _file_names(value)
 
 
 def _file_names(values: Sequence[object]) -> str | None:
@@ -352,8 +360,9 @@ def _is_array(value: object) -> bool:
 
 
 def _digest(array: Any) -> str:
+    # A masked array's own `flat` has no length.
     # NumPy's `flat` takes any array, even read-only, reversed, or of foreign byte order, and copies only the sample.
-    flat = array.detach().reshape(-1) if isinstance(array, torch.Tensor) else array.flat
+    flat = array.detach().reshape(-1) if isinstance(array, torch.Tensor) else sys.modules["numpy"].asarray(array).flat
     stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
 

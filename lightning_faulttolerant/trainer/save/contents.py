@@ -246,7 +246,7 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
         for owner in owners
         for kind in (*type(owner).__mro__, owner)
         for name, function in list(getattr(kind, "__dict__", {}).items())
-        if isinstance(function, types.FunctionType) and is_users_function(function)
+        if type(function) is types.FunctionType and is_users_function(function)
     )
 
 
