@@ -76,6 +76,7 @@ class DatasetObjects:
         if self.is_fed:
             self._state = ObjectState(roots, _FED_RULES)
             self._state.carry_tensors()  # other code restores these too, so no baseline is that of the first start
+        self._state.carry_buffers()
 
     def at_start(self) -> dict[str, object]:
         """Return the state that a new iteration depends on; an empty dict if nothing has changed."""
@@ -212,6 +213,7 @@ class LiveObjects:
         self._loader = loader
         self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another loader has another baseline
         self._state = ObjectState(self._roots(), _LIVE_RULES)
+        self._state.carry_buffers()
         self._globals = self._globals_around(loader)
         self._older = list(older)
         self._before: list[Mapping[str, Any]] = []

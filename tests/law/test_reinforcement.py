@@ -17,9 +17,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.faults import EVERY_STEP
 from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, RAISED, RAISED_BEHIND, STOPPED, slowly
 from tests.runs import make_trainer
@@ -219,3 +219,89 @@ def test_needs_its_objects(module: type[LightningModule]) -> None:
             options=EVERY_STEP,
             without="objects",
         )
+
+
+class Memory(IterableDataset[Tensor]):
+    """Draws rows of a memory that training fills when an iteration begins."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def draw(self) -> Any:
+        return self.rows[np.random.randint(len(self.rows))]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [self.draw() for _ in range(20)]
+
+
+class MapStyle(Dataset[Any]):
+    """Likewise, for indices that say nothing."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.memory.draw()
+
+
+class Drawn:
+    """A loader that is only an iterable."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.stack([torch.as_tensor(self.memory.draw()) for _ in range(4)]) for _ in range(5)])
+
+
+LOADERS: dict[str, Callable[[Memory], Any]] = {
+    "iterable": lambda memory: DataLoader(memory, batch_size=4),
+    "worker": lambda memory: DataLoader(memory, batch_size=4, num_workers=1),
+    "map-style": lambda memory: DataLoader(MapStyle(memory), batch_size=4),
+    "plain": Drawn,
+}
+
+
+class Learner(LightningModule):
+    """Fills its memory at random before the fit, and replaces a row of it in each step."""
+
+    def __init__(self, rows: Any, loader: str) -> None:
+        super().__init__()
+        self.rows, self.loader = rows, loader
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        row = np.random.randn(4).astype(np.float32)
+        if isinstance(self.rows, deque):
+            self.rows.append(torch.from_numpy(row))
+        else:
+            self.rows[self.global_step % len(self.rows)] = row
+        return self.layer(batch).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return LOADERS[self.loader](Memory(self.rows))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+SLOW = [("deque", "worker"), ("deque", "map-style"), ("deque", "plain"), ("array", "iterable")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loader"), [("deque", "iterable"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_memory_that_each_start_fills_differently(kind: str, loader: str) -> None:
+    """A memory that training feeds is restored whole, with the rows from before the fit, and is not compared."""
+
+    def fit_memory(callbacks: list[Callback], directory: Path) -> Trainer:
+        rows = np.random.randn(40, 4).astype(np.float32)
+        memory = deque(torch.from_numpy(rows.copy()), maxlen=44) if kind == "deque" else rows
+        trainer = make_trainer(callbacks, directory, max_epochs=3)
+        trainer.fit(Learner(memory, loader))
+        return trainer
+
+    assert_resumes_exactly(fit_memory, [KillAt(7), KillAt(2)], options=EVERY_STEP)

@@ -7,6 +7,7 @@ between two starts. Objects are restored in place, so every holder of an object 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.baseline import held, same
 from lightning_faulttolerant.state.objects.decoding import Decoder, NothingThereError, delete_attribute, set_attribute
 from lightning_faulttolerant.state.objects.encoding import Encoder
-from lightning_faulttolerant.state.objects.graph import Graph, Node
+from lightning_faulttolerant.state.objects.graph import Graph, Node, is_at, items_of
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
 from lightning_faulttolerant.state.packing import digests_of
@@ -136,6 +137,14 @@ class ObjectState:
         tensors = (path for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
         self.carry({path: {_CONTENT} for path in tensors})
 
+    def carry_buffers(self) -> None:
+        """Carry the contents of what training may fill, even if they never change: deques, and all but large objects.
+
+        A script may fill a buffer before the first start, and differently before each later one.
+        """
+        marked = (path for path, node in self._graph.nodes.items() if node.mark and _may_be_filled(node.value))
+        self.carry({path: {_CONTENT} for path in marked})
+
     def is_large(self, path: str) -> bool:
         """Return whether checking an object takes long: a container of many items, a large array."""
         value = self._graph.nodes[path].value
@@ -179,9 +188,32 @@ class ObjectState:
             found = self._encoded(path, node, encoder, lost, always=parts, without=without)
             if found:
                 nodes[path] = found
+            if _CONTENT in found and _may_be_filled(node.value):
+                for inner, parts in self._elements_of(path, node.value).items():
+                    nodes[inner] = self._encoded(inner, self._graph.nodes[inner], encoder, lost, always=parts)
         if encoder.is_torn:
             return self._state_of(always, without=without, max_bytes=max_bytes, has_plain=False)
         return {NODES: nodes, TABLE: encoder.table, LOST: lost}
+
+    def _elements_of(self, path: str, container: object) -> dict[str, set[str]]:
+        """Return all parts of what a container held at the baseline and still holds, by path.
+
+        A script may fill a buffer before the first start, and differently before each later one.
+        """
+        found: dict[str, set[str]] = {}
+        queue = [child for _, child in items_of(path, container)]
+        while queue:
+            value = queue.pop()
+            known = self._graph.path_of(value)
+            if known is None or known in found or not is_at(known, path):  # it is new, or other objects hold it, too
+                continue
+            node = self._graph.node_at(known)
+            queue += [child for _, child in items_of(known, value)]
+            if node is not None:
+                attributes = kinds.attributes(value) if node.attributes is not None else {}
+                queue += attributes.values()
+                found[known] = {*attributes, *([_STATE] if node.state is not None else [_CONTENT] if node.mark else [])}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state that `state_dict` returned.
@@ -296,6 +328,10 @@ def _is_constant(tensor: Tensor) -> bool:
     return not flat.numel() or bool((flat == flat[0]).all())
 
 
+def _may_be_filled(value: Any) -> bool:
+    return isinstance(value, deque) or kinds.num_items(value) <= _MANY_ITEMS
+
+
 def _holder_of(path: str) -> str:
     return path[: max(path.rfind("."), path.rfind("["))]
 
@@ -308,6 +344,11 @@ def _parts_of(content: Mapping[str, Any]) -> set[str]:
 
 def _path_of(path: str, part: str) -> str:
     return path if part in (_STATE, _CONTENT) else f"{path}.{part}"
+
+
+def filled_in(state: Mapping[str, Any]) -> list[str]:
+    """Return the paths of the containers and tensors whose contents a state, if it isn't empty, holds."""
+    return [path for path, content in state.get(NODES, {}).items() if _CONTENT in content]
 
 
 def names_in(state: Mapping[str, Any]) -> set[str]:

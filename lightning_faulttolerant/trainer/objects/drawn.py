@@ -57,6 +57,7 @@ class Drawn:
         self._loaders: set[str] = set()
         self._module: object = None
         self._saved: Mapping[str, Any] = {}
+        self._restored: Collection[str] = ()
         self._take_late: Callable[[DrawnOutcome], None] = lambda outcome: None
 
     def note(self, roots: Mapping[str, object], *, of_loader: bool) -> None:
@@ -104,14 +105,17 @@ class Drawn:
             _PARTS: self._parts.state_dict(),
         }
 
-    def put_back(self, saved: Mapping[str, Any], take_late: Callable[[DrawnOutcome], None]) -> DrawnOutcome:
+    def put_back(
+        self, saved: Mapping[str, Any], take_late: Callable[[DrawnOutcome], None], *, restored: Collection[str] = ()
+    ) -> DrawnOutcome:
         """Restore what the objects of the first start held, if those of this start hold the same elements.
 
         Args:
             saved: A `state_dict` of the first start.
             take_late: Receives the outcome for each loader that is set up later.
+            restored: The paths of containers that training fed: the object state restores their contents.
         """
-        self._saved, self._take_late = saved, take_late
+        self._saved, self._take_late, self._restored = saved, take_late, restored
         return self._compare(saved[_DIGESTS].keys()) if saved else DrawnOutcome()
 
     def _compare(self, paths: Collection[str]) -> DrawnOutcome:
@@ -120,6 +124,9 @@ class Drawn:
         now = {**self._digests(), **self._parts.digests}
         split, failed = self._parts.put_back(saved[_PARTS], digests)
         ordered, others = self._put_in_order(digests, saved[_ORDERS])
+        lists = self._contents.lists
+        fed = {id(lists[path].value) for path in self._restored if path in lists}
+        others = [path for path in others if id(lists[path].value) not in fed]
         done = [*split, *ordered]
         of_loaders = [path for path in others if _is_below(path, self._loaders)]
         refused = others if done else [path for path in of_loaders if self._may_be_samples(path)]

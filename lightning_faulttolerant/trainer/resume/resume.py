@@ -17,6 +17,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
+from lightning_faulttolerant.state.objects.object_state import filled_in
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import (
     above_the_bar,
@@ -337,16 +338,17 @@ class Resume:
                 is_resized=self._content.resized is not None,
                 drawn=self._loaders.drawn,
                 saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
+                restored=filled_in(self.saved(OBJECTS)),
             )
 
     def put_back_drawn(self) -> None:
         """Restore what the script drew before the first start. Call this before anything is iterated over.
 
-        Raises:
-            FingerprintMismatchError: If `strict`, and that fails.
+        Raises a `FingerprintMismatchError` if `strict`, and that fails.
         """
         if self._loaders.drawn is not None:
-            self._differences.all.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
+            saved = self.saved(OBJECTS)
+            self._differences.all.put_back_drawn(self._loaders.drawn, saved.get(DRAWN, {}), restored=filled_in(saved))
             self.notes += self._differences.all.notes
 
     def admit(self, reasons: list[str]) -> None:

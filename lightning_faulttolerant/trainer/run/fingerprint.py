@@ -14,7 +14,7 @@ import logging
 import platform
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -109,6 +109,7 @@ class Comparison:
         is_resized: bool,
         drawn: Drawn | None,
         saved_drawn: Mapping[str, object],
+        restored: Collection[str] = (),
     ) -> None:
         """Compare the fingerprints of a loader, without the values that were drawn: `put_back_drawn` compares these.
 
@@ -120,6 +121,7 @@ class Comparison:
             is_resized: Whether the number of ranks has changed.
             drawn: The values that were drawn before this start.
             saved_drawn: The values that were drawn before the first start.
+            restored: The paths of containers and arrays that training fed: the object state restores their contents.
 
         Raises:
             FingerprintMismatchError: As in `compare`.
@@ -132,17 +134,19 @@ class Comparison:
                     (f"{line}: the random generators of the workers are not carried over") for line in lines
                 ]
             saved = carried
-        lines = list(differences(saved, now, place))
+        lines = [line for line in differences(saved, now, place) if line.partition(": ")[0] not in restored]
         self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
 
-    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, object]) -> None:
+    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, object], *, restored: Collection[str] = ()) -> None:
         """Restore the values that were drawn before the first start, also in loaders that are set up later.
+
+        The arguments are those of `Drawn.put_back`.
 
         Raises:
             FingerprintMismatchError: If they can't be restored, and that is an error. For a loader that is set up
                 later, the error is raised then.
         """
-        outcome = drawn.put_back(saved, self._take_late)
+        outcome = drawn.put_back(saved, self._take_late, restored=restored)
         self.notes = outcome.notes
         self._take(outcome.differences, remedy=SEED_THEM)
 
