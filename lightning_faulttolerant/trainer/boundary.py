@@ -49,10 +49,19 @@ class Captures:
         self.last: Capture | None = None
         self.takes_each = False
         """Whether the state before each batch must be captured, whatever that costs."""
+        self._validation_at = float("-inf")
 
     def is_due(self, now: float) -> bool:
         """Return whether the budget allows a capture, or a save needs it."""
         return now >= self._budget.capture_at or self._hook_saves.wants_captures
+
+    def begin_validation(self) -> Capture | None:
+        """Capture the start of a validation run, if the last such capture is paid for or a save needs it."""
+        if not (self.takes_each or self._budget.now() >= self._validation_at or self._hook_saves.wants_captures):
+            return None
+        taken = self.take(VALIDATION)
+        self._validation_at = self._budget.capture_at
+        return taken
 
     def take(self, where: str) -> Capture:
         """Capture the current state."""
@@ -176,12 +185,13 @@ class Boundary:
         raise stopped_by(reason, place, self._pace.unsaved_at(position))
 
     def before_validation(self) -> None:
-        """Capture the start of a validation run: a fit that ends inside it may have to repeat it."""
+        """Capture the start of a validation run within the budget: a fit that ends inside it may have to repeat it."""
         run, self._common = self._run_state.validation, None
         if not run.is_continuing:
             run.begin()
-            capture = self.captures.take(VALIDATION)
-            run.lost_before = self._run_state.not_carried(capture.state)
+            capture = self.captures.begin_validation()
+            if capture is not None:  # what is lost since the last one counts as lost in the run
+                run.lost_before = self._run_state.not_carried(capture.state)
         if self.workers is not None:
             self.workers.leave_boundary()
 

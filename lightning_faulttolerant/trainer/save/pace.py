@@ -273,10 +273,10 @@ class Budget:
         self._set_save_at(seconds, typical=max(seconds, self._costs.typical()))
 
     def spend_on_capture(self, began: float) -> None:
-        """Note that a capture was taken from `began` until now."""
+        """Note that a capture was taken from `began` until now. If it came early, the next one waits for both."""
         now = self._clock()
         seconds = now - began
-        self.capture_at = now + seconds * (1 - self._capture_share) / self._capture_share
+        self.capture_at = max(now, self.capture_at) + seconds * (1 - self._capture_share) / self._capture_share
         if self._paces_saves and not self.failures.number:
             due = self._due
             due.paced = min(due.paced + seconds / self._share, due.latest)

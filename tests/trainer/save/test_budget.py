@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records.history_parser import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
+from tests.runs import fit_eight
 
 
 class Run:
@@ -256,3 +259,24 @@ def test_clock_is_one_that_goes_forward() -> None:
     budget = Budget(0.5)
     began = budget.now()
     assert budget.spend_on_save(began) >= 0.0
+
+
+def test_capture_that_comes_early_puts_off_the_next_one_for_both() -> None:
+    """A capture at the start of a validation run may come before its time. The one after it waits for both."""
+    run = Run(0.02)
+    for _ in range(2):
+        began = run.now
+        run.now += 1
+        run.budget.spend_on_capture(began)
+    assert run.budget.capture_at == pytest.approx(1001 + 2 * 99)
+
+
+@pytest.mark.parametrize(("budget", "least", "most"), [(0.0001, 1, 2), (1.0, 4, 100)])
+def test_validation_runs_keep_the_budget(
+    budget: float, least: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight batches with four validation runs: a small budget pays for one capture in training and one at a start."""
+    taken, spend = [], Budget.spend_on_capture
+    monkeypatch.setattr(Budget, "spend_on_capture", lambda self, began: (taken.append(began), spend(self, began)))
+    fit_eight([FaultTolerance(tmp_path, overhead_budget=budget)], tmp_path, val_check_interval=2)
+    assert least <= len(taken) <= most
