@@ -27,6 +27,7 @@ from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationState
 from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.loaders.trackers import user_loader
+from lightning_faulttolerant.trainer.resume import choice
 from tests.data_sets import NoisyDataset
 from tests.processes import run
 from tests.runs import Net, make_trainer
@@ -526,6 +527,28 @@ def test_a_directory_that_cannot_be_written(num_ranks: int, tmp_path: Path) -> N
 
     assert run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=60) == 0, outputs[0].read_text()
     assert "This test can't be resumed if it is interrupted" in outputs[0].read_text()
+
+
+@pytest.mark.slow
+def test_a_look_at_the_autosaves_that_fails_on_one_rank(tmp_path: Path) -> None:
+    """An evaluation whose autosave a rank can't read runs as it is, on all ranks, and says so."""
+    outputs = [tmp_path / f"rank-{rank}.txt" for rank in range(2)]
+
+    def start(*callbacks: Callback, readable: bool = True) -> int:
+        def of_rank(rank: int) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1 and not readable:
+                    patch.setattr(choice.RankReader, "load", lambda *_, **__: Path("/no/such/file").read_bytes())
+                own = FaultTolerance(dirpath=tmp_path / "autosaves", run_id="run", overhead_budget=1.0)
+                trainer = make_trainer([own, *callbacks], tmp_path, devices=2, strategy="ddp")
+                trainer.test(Judge(), loader())
+
+        return run_ranks(of_rank, outputs=outputs, seed=1, timeout_seconds=120)
+
+    assert start(Strike("test", 2)) == 143, outputs[0].read_text()
+    assert start(readable=False) == 0, outputs[0].read_text()
+    assert "This test can't be resumed if it is interrupted" in outputs[0].read_text()
+    assert "rank 1: FileNotFoundError" in outputs[0].read_text()
 
 
 class Sized(LightningDataModule):

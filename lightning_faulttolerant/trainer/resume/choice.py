@@ -34,7 +34,6 @@ from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths, v
 from lightning_faulttolerant.errors import (
     CheckpointError,
     NoValidCheckpointError,
-    RanksLostError,
     UnsafeCheckpointError,
     worded,
 )
@@ -456,7 +455,7 @@ def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
         choice: What rank 0 has chosen.
 
     Raises:
-        RanksLostError: On each rank, if one of them can't read it, or reads another one.
+        CheckpointError: On each rank, if one of them can't read it, or reads another one.
     """
     if ranks.num_ranks == 1 or not choice.is_autosave:
         return choice
@@ -472,7 +471,7 @@ def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
     found = ranks.from_first("who can't read", None if read is None else _wrong(read))
     if found:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
-        raise RanksLostError(
+        raise CheckpointError(
             f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
             " FaultTolerance(dirpath=...) a directory or URL that all of them see."
         )
