@@ -276,7 +276,13 @@ def test_validation_runs_keep_the_budget(
     budget: float, least: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight batches with four validation runs: a small budget pays for one capture in training and one at a start."""
-    taken, spend = [], Budget.spend_on_capture
-    monkeypatch.setattr(Budget, "spend_on_capture", lambda self, began: (taken.append(began), spend(self, began)))
+    taken: list[float] = []
+    original = Budget.spend_on_capture
+
+    def spend(self: Budget, began: float) -> None:
+        taken.append(began)
+        original(self, began)
+
+    monkeypatch.setattr(Budget, "spend_on_capture", spend)
     fit_eight([FaultTolerance(tmp_path, overhead_budget=budget)], tmp_path, val_check_interval=2)
     assert least <= len(taken) <= most
