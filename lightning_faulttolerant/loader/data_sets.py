@@ -42,6 +42,7 @@ _LOADERS = {
     ("streaming.base.dataloader", "StreamingDataLoader"): MOSAIC,
     ("litdata.streaming.dataloader", "StreamingDataLoader"): LITDATA,
 }
+_FILLED_BY_A_THREAD = {("monai.data.dataset", "SmartCacheDataset"): "MONAI"}
 
 
 def library_of(dataset: object) -> str | None:
@@ -61,6 +62,11 @@ def _found(kind: type, names: Mapping[tuple[str, str], str]) -> str | None:
 def why_not_followed(loader: Any) -> str | None:
     """Return why a loader of these libraries, or over their data sets, can't be followed, or ``None`` if it can."""
     dataset = loader.dataset
+    if _found(type(dataset), _FILLED_BY_A_THREAD) is not None:
+        return (
+            f"a thread of its {type(dataset).__name__} loads the next items while training continues, and how far it "
+            "has come can't be restored. Use MONAI's CacheDataset, with a smaller cache_rate if the memory is short"
+        )
     if library_of(dataset) is not None:
         return None
     library = LITDATA if is_loader_of(type(loader)) else _library_held(dataset, _DEPTH)

@@ -18,13 +18,22 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.loader.caches import is_built_again
 from lightning_faulttolerant.loader.exactness import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.loader.samplers import index_sampler
-from lightning_faulttolerant.state.objects.kinds import Namespace, has_state_methods, is_shared, is_walked
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.objects.kinds import (
+    Namespace,
+    has_state_methods,
+    is_shared,
+    is_shared_value,
+    is_walked,
+)
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of, users_namespaces
 from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import is_global, names_in_libraries
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")
@@ -344,13 +353,16 @@ class WorkerObjects:
     batches late. For a container with more than 1,000 items, only the length is checked. A check of each item would
     copy memory that workers share with the main process until one of them touches it.
 
+    A cache that the data set builds again from an index is no state: a new worker fills its own.
+
     Args:
         dataset: The worker's copy. For an iterable one, its iteration handles the changes.
         collate_fn: The worker's copy.
         worker_init_fn: The worker's copy.
+        held: The generators of these objects.
     """
 
-    def __init__(self, *, dataset: object, collate_fn: object, worker_init_fn: object) -> None:
+    def __init__(self, *, dataset: object, collate_fn: object, worker_init_fn: object, held: HeldGenerators) -> None:
         roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         if not isinstance(dataset, IterableDataset):
             roots = {"dataset": dataset, **roots}
@@ -364,17 +376,46 @@ class WorkerObjects:
         self._changing: dict[str, None] = {}
         self._far_seconds, self._far_at = 0.0, 0.0
         self._lost: dict[str, str] = {}
+        self._caches: set[str] = set()
+        self._dataset, self._held = dataset, held
 
     def state_dict(self) -> dict[str, object]:
         """Return the changes, and those that are too large to carry; an empty dict if there are none."""
-        self._changing.update(dict.fromkeys(self._near.take_changed()))
         self._look_far()
-        if not self._changing and not self._lost:
-            return {}
-        state = self._state.state_dict(of=self._changing, without=self._lost, max_bytes=MAX_BYTES)
+        state = self._changes()
+        if state[LOST] and self._find_caches():
+            state = self._changes()
         self._lost.update(state[LOST])  # it is not tried again after each batch
         state[LOST] = dict(self._lost)
         return state if state[NODES] or state[LOST] else {}
+
+    def _changes(self) -> dict[str, Any]:
+        self._changing.update(dict.fromkeys(self._near.take_changed()))
+        without = {*self._lost, *self._caches}
+        return self._state.state_dict(of=self._changing, without=without, max_bytes=MAX_BYTES)
+
+    def _find_caches(self) -> bool:
+        """Find the caches among what has changed; return whether there is one. It leaves everything as it was."""
+        found = self._state.containers_changed(self._changing)
+        found = {path: one for path, one in found.items() if path not in self._lost and path not in self._caches}
+        before = self._without(found)
+        if not found or before[LOST] or self._state.things_of(is_shared_value):  # what the samples change stays changed
+            return False
+        states, held = rng_state(), self._held.state_dict()
+        caches = {path for path, container in found.items() if is_built_again(container, self._dataset)}
+        set_rng_state(states)
+        self._held.load_state_dict(held)
+        self._state.load_state_dict(before)
+        now = self._state.containers_changed(self._changing)
+        is_same = all(now.get(path) is container for path, container in found.items())
+        if not is_same or digest_of(self._without(found)) != digest_of(before):
+            self._lost[_DATASET] = "it differs when a sample is loaded again"
+        self._caches |= caches
+        return bool(caches)
+
+    def _without(self, caches: Collection[str]) -> dict[str, Any]:
+        self._changing.update(dict.fromkeys(self._near.take_changed()))
+        return self._state.state_dict(of=self._changing, without={*caches, *self._caches})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore a state; return a line for each thing that could not be restored."""
@@ -428,6 +469,9 @@ def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, object]]:
         yield {LOST: {path: reason for path, reason in lost if not reason.startswith(AN_ITERATOR)}}
 
 
+_REMEDY = "fill it before fit, let its values depend only on the index of a sample, or pass num_workers=0"
+
+
 def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
     """Return the changes made in workers that can't be carried, by path.
 
@@ -439,5 +483,5 @@ def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
         for worker in (state or {}).get("workers") or ():
             for objects in (worker.get("objects", {}), *_of_position(worker.get("iterable") or {})):
                 lost: Mapping[str, str] = objects.get(LOST, {})
-                found.update({f"{place}.{path} of a worker": reason for path, reason in lost.items()})
+                found.update({f"{place}.{path} of a worker": f"{reason}; {_REMEDY}" for path, reason in lost.items()})
     return found

@@ -270,7 +270,9 @@ class _WorkerStates:
         self._leaves_rest = leaves_rest
         self._has_state = has_state
         self._generators = _Generators(_held_generators(_dataset(), collate_fn))
-        self._objects = WorkerObjects(dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn)
+        self._objects = WorkerObjects(
+            dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn, held=self._generators.held
+        )
         self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
 

@@ -170,10 +170,12 @@ _LIBRARIES = (
 )
 
 
-# Attributes of libraries' own samplers that move during an iteration. Drawing the batches again moves them too.
+# Attributes of libraries' own samplers that move during an iteration: drawing the batches again moves them too. And
+# what a transform has drawn for one sample, of any size: it draws it again before each use.
 _MOVED = {
     "lhotse.dataset.sampling.": frozenset({"_iter", "_remaining_duration", "_reusable", "_shuffled_items", "cuts_iter",
                                            "remaining_cuts", "rng", "sampled_indexes"}),
+    "monai.transforms.": frozenset({"noise", "_noise1", "_noise2", "rand_offset"}),
 }  # fmt: skip
 
 _known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()

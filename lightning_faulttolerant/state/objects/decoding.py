@@ -275,6 +275,8 @@ class Decoder:
             return base.__new__(self._class(rest[0]), self._decode(rest[2]))
         if kind in ("tensor", "parameter"):
             return new_tensor(kind, *rest)
+        if kind == "tensor of a class":
+            return self._tensor(rest[1]).as_subclass(self._class(rest[0]))
         if kind == "alias":
             return self._alias(*rest)
         if kind == "array":
@@ -321,12 +323,17 @@ class Decoder:
             self.set_attributes(value, rest[1])
         elif kind == "value":
             self.set_attributes(value, rest[3])
+        elif kind == "tensor of a class":
+            self.set_attributes(value, rest[2])
 
     def _alias(self, base: Any, shape: list[int], stride: list[int], offset: int, needs_grad: bool) -> torch.Tensor:
-        other = self._hashable(base)
-        if not isinstance(other, torch.Tensor):
-            raise NothingThereError(f"a {type(other).__name__} is there in place of a tensor")
-        return alias_of(other, shape, stride, offset).requires_grad_(needs_grad)
+        return alias_of(self._tensor(base), shape, stride, offset).requires_grad_(needs_grad)
+
+    def _tensor(self, encoded: object) -> torch.Tensor:
+        found = self._hashable(encoded)
+        if not isinstance(found, torch.Tensor):
+            raise NothingThereError(f"a {type(found).__name__} is there in place of a tensor")
+        return found
 
     def set_attributes(self, value: Any, encoded: Sequence[Sequence[Any]]) -> None:
         """Set an object's attributes from their encoded values."""

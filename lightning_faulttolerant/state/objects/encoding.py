@@ -307,6 +307,11 @@ class Encoder:
 
     def _new_tensor(self, tensor: Tensor) -> list[object]:
         """Return a copy of a tensor; for one that shares another's memory, its place there."""
+        if _has_own_class(tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                data = tensor.as_subclass(Tensor)
+            name = class_name(type(tensor), self._graph)
+            return ["tensor of a class", name, self._encode(data), self._attributes(tensor)]
         base = self._aliases.base_of(tensor)
         if base is None:
             return self._content(tensor)
@@ -444,3 +449,11 @@ class Encoder:
                     except (OverflowError, RuntimeError):  # longer integers
                         break
         return [self._item(child) for child in values]
+
+
+def _has_own_class(tensor: Tensor) -> bool:
+    """Return whether a tensor has a class that only adds attributes and methods to torch's, such as MONAI's."""
+    kind = type(tensor)
+    if kind is Tensor or isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
+        return False
+    return is_readable(tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__

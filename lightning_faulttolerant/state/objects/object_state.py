@@ -82,6 +82,15 @@ class ObjectState:
         found = ((path, self._parts_changed(self._graph.nodes[path])) for path in paths)
         return {path: parts for path, parts in found if parts}
 
+    def containers_changed(self, paths: Iterable[str]) -> dict[str, Any]:
+        """Return the lists and dicts that have changed or are new on these objects, by path as in ``lost``."""
+        found: dict[str, Any] = {}
+        for path, parts in self.changed_of(paths).items():
+            value = self._graph.nodes[path].value
+            now = {_CONTENT: value, **kinds.attributes(value)}
+            found.update({_path_of(path, part): now[part] for part in parts & now.keys()})
+        return {path: value for path, value in found.items() if isinstance(value, (list, dict))}
+
     def unchanged(self, paths: Iterable[str]) -> Unchanged:
         """Return some objects that have not changed yet, for frequent checks."""
         nodes = {path: self._graph.nodes[path] for path in paths}
@@ -307,11 +316,20 @@ class ObjectState:
     def _mark_of_state(self, value: Any) -> object:
         """Return a digest of the ``state_dict`` of an object, or ``None`` if that can't be carried."""
         try:
-            encoder = Encoder(Graph())
-            encoded = encoder.state(value.state_dict())
+            return digest_of_value(value.state_dict())
         except Exception:  # noqa: BLE001 - a user's own code; the object's attributes are compared instead
             return None
-        return digests_of({"state": encoded, "table": encoder.table})
+
+
+def digest_of_value(value: object) -> object:
+    """Return a digest of everything that a value consists of.
+
+    Raises:
+        CantCarryError: If it can't be carried.
+    """
+    encoder = Encoder(Graph())
+    encoded = encoder.state(value)
+    return digests_of({"state": encoded, "table": encoder.table})
 
 
 def _form(tensor: Tensor) -> object:

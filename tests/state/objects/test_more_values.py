@@ -566,3 +566,28 @@ def test_state_of_a_loader_is_named_or_dropped() -> None:
         state = ObjectState({"root": keeps}, rules)
         keeps.kept = {"loader": loader.state_dict(), "best": 3}
         assert state.state_dict()[LOST].keys() == lost
+
+
+class Meta(torch.Tensor):
+    """A tensor with attributes, such as MONAI's ``MetaTensor``."""
+
+    meta: dict[str, object]
+
+
+def test_tensor_of_a_class() -> None:
+    """Its class, its attributes, and the memory that it shares with another tensor are restored."""
+
+    def fill(owner: Any) -> None:
+        tensor = torch.arange(4.0).as_subclass(Meta)
+        tensor.meta = {"affine": torch.eye(2), "applied": [owner.kept]}
+        owner.cache[1] = tensor
+        owner.rows = tensor.as_subclass(torch.Tensor)[1:]
+
+    _, fresh = carried(lambda: SimpleNamespace(cache=[None, None], rows=None, kept=[3]), fill)
+    tensor = fresh.cache[1]
+    assert type(tensor) is Meta
+    assert tensor.tolist() == [0, 1, 2, 3]
+    assert torch.equal(tensor.meta["affine"], torch.eye(2))
+    assert tensor.meta["applied"][0] is fresh.kept
+    fresh.rows.fill_(7)
+    assert tensor.tolist() == [0, 7, 7, 7]
