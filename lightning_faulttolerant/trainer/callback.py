@@ -260,24 +260,29 @@ class FaultTolerance(AnyCallback):
     @without_collections()
     def _begin(self, trainer: Any) -> None:
         """Begin a fit or an evaluation, unless it is only a trial."""
-        is_fit = trainer.state.fn == "fit"
-        if not is_fit:
-            EARLY.give_back()
-        if is_switched_off() or not self._is_in_charge(trainer):
+        if not self._is_in_charge(trainer):
             return
+        if not self._has_begun(trainer) and trainer.state.fn != "fit":
+            EARLY.give_back()  # nothing of ours could stop it
+
+    def _has_begun(self, trainer: Any) -> bool:
+        """Begin a session unless the run is only a trial, and return whether it has begun."""
+        is_fit = trainer.state.fn == "fit"
+        if is_switched_off():
+            return False
         speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
         package = served(trainer)
         if package.compat.is_nobodys_training(trainer):
-            return
+            return False
         if is_fit:
             package.check_strategy(trainer.strategy)
         elif not package.can_be_evaluated(trainer):
-            return
+            return False
         if is_nested_fit(trainer):
             # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
             # inner fit would then be that of another fit.
             _log.info("A fit inside another fit is not saved: the outer fit resumes before it.")
-            return
+            return False
         self._last_report = None
         self._close_ledger()  # first: its patches lie over those of the session
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
@@ -286,6 +291,7 @@ class FaultTolerance(AnyCallback):
         kind = package.Session if is_fit else package.EvaluationSession
         self._session = kind(trainer, self._options, self._registered)
         self._session.begin()
+        return True
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the fit that is under way: a copy has the same arguments and has trained nothing yet."""

@@ -372,13 +372,13 @@ class Stopping:
         if not failure:
             exception.code = REQUEUED_EXIT_CODE
         elif self._ranks.rank == 0:
-            _shout(failure)
+            _shout(failure, exception.reason)
 
     def _before_hard_end(self, reason: StopReason) -> None:
         if reason.requeues and self._ranks.rank == 0:
             failure = requeue(os.environ)
             if failure:
-                _shout(failure)
+                _shout(failure, "The run continues from its last autosave")
 
     def interrupt(self, exception: BaseException) -> None:
         """Keep watching until Lightning's own teardown is done: it may wait for a rank that is gone."""
@@ -427,7 +427,6 @@ class Stopping:
             self._end()
 
 
-def _shout(failure: str) -> None:
-    sys.stderr.write(
-        f"\nFaultTolerance: THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. The state is saved: submit the job again.\n"
-    )
+def _shout(failure: str, outcome: str) -> None:
+    what = f"THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. {outcome}. Submit the job again."
+    sys.stderr.write(f"\nFaultTolerance: {what}\n")

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant.checkpoint.ranks import by_first
 from lightning_faulttolerant.checkpoint.schema import MARK
 from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.heartbeats import SAVE, TEARDOWN
@@ -113,6 +114,7 @@ class EvaluationSession(AnySession):
         self.is_open = True
         if self._is_off:
             self._supervision.close()  # nothing marks its batches
+            EARLY.give_back()  # nothing stops it for a notice
             return
         pass_over_idle_hooks(callback, self._patches)
         self.stopping.open()

@@ -144,24 +144,54 @@ def test_run_that_is_no_fit_is_lightnings(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
+def start_script(directory: Path, *lines: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run lines of Python as the only task of a job."""
+    script = directory / "train.py"
+    script.write_text("\n".join(("import os, signal, sys", "from pathlib import Path", *lines)))
+    base = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHONPATH": os.getcwd()}
+    return subprocess.run(
+        [sys.executable, script],
+        env={**base, **variables},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow
+def test_script_that_validates_first_is_queued_again(tmp_path: Path) -> None:
+    """The validation run stops at its first batch instead of being killed, and the job is queued again."""
+    job = Job(tmp_path)
+    ended = start_script(
+        tmp_path,
+        "from lightning_faulttolerant import FaultTolerance",
+        "from lightning.fabric.plugins.environments.slurm import SLURMEnvironment",
+        "from tests.runs import Net, eight_batches, make_trainer",
+        "trainer = make_trainer([FaultTolerance()], Path(), plugins=[SLURMEnvironment()])",
+        "os.kill(os.getpid(), signal.SIGUSR1)",
+        "trainer.validate(Net(), eight_batches(), verbose=False)",
+        **job.environment,
+    )
+    assert ended.returncode == 76, ended.stderr
+    assert job.log.read_text().splitlines() == ["requeue 4711"]
+
+
 @pytest.mark.slow
 def test_notice_after_the_end_of_the_script(tmp_path: Path) -> None:
     """The autosaves of a run that has finished are gone: a job that is queued again then would train it again."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import atexit, os, signal, sys\n"
-        "from pathlib import Path\n"
-        "def end():\n"
-        "    print(*Path().rglob('autosave-*'), 'left', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "    print('continues', flush=True)\n"
-        "atexit.register(end)  # called after all that is registered later\n"
-        "from lightning_faulttolerant import FaultTolerance\n"
-        "from tests.runs import fit_net\n"
-        "fit_net([FaultTolerance()], Path())\n"
-    )
-    variables = {**Job(tmp_path).environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHONPATH": os.getcwd()}
-    ended = subprocess.run(
-        [sys.executable, script], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    ended = start_script(
+        tmp_path,
+        "import atexit",
+        "def end():",
+        "    print(*Path().rglob('autosave-*'), 'left', flush=True)",
+        "    os.kill(os.getpid(), signal.SIGUSR1)",
+        "    print('continues', flush=True)",
+        "atexit.register(end)  # called after all that is registered later",
+        "from lightning_faulttolerant import FaultTolerance",
+        "from tests.runs import fit_net",
+        "fit_net([FaultTolerance()], Path())",
+        **Job(tmp_path).environment,
     )
     assert (ended.returncode, ended.stdout.splitlines()[-2:]) == (0, ["left", "continues"]), ended.stderr

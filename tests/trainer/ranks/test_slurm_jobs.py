@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer import signals as deadline_module
+from lightning_faulttolerant.trainer.signals import signal_reason, stopped_by
+from lightning_faulttolerant.trainer.stopping import Stopping
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks
+from tests.runs import make_trainer
 from tests.trainer.ranks.slurm_jobs import Job
 
 pytestmark = [
@@ -73,7 +77,23 @@ def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path
     assert ended.exit_code == 128 + signal.SIGUSR1
     assert "THE SLURM JOB IS NOT QUEUED AGAIN" in ended.output
     assert message in ended.output
-    assert "submit the job again" in ended.output
+    assert "Submit the job again" in ended.output
+
+
+@pytest.mark.parametrize("unsaved", ["", "The state could not be saved: no space"])
+def test_message_of_a_failed_requeue_says_whether_the_state_is_saved(
+    unsaved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a save that has failed, no message says that the state is saved."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    stopping = Stopping(make_trainer([], tmp_path), FaultTolerance(tmp_path)._options)
+    reason = signal_reason(signal.SIGUSR1, requeues=True)
+    stopping.signals.note(reason)
+    stopping.requeue(stopped_by(reason, "before batch 7", unsaved))
+    said = capsys.readouterr().err
+    assert f"Stopped by SIGUSR1 before batch 7. {unsaved}" in said
+    assert "is saved" not in said
 
 
 @pytest.mark.slow
