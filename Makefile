@@ -24,7 +24,6 @@ NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
 LIBRARIES := .venv-libraries/installed.stamp
 STORES := .venv-stores/installed.stamp
-DEEPSPEED := .venv-deepspeed/installed.stamp
 # uv takes seconds where pip takes minutes. It does not read pip's settings, so the Makefile passes them on.
 UV := .venv-uv/bin/uv
 export UV_CACHE_DIR := $(CURDIR)/.venv-uv/cache
@@ -38,14 +37,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries stores deepspeed demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
+.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 environment: $(NEWEST)  ## create or update .venv
 
-environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(STORES) $(DEEPSPEED) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-installs  ## create or update all that test-all needs
+environments: $(NEWEST) $(OLDEST) $(LIBRARIES) $(STORES) $(DOCS) $(BUILD) .venv-dist/torch.stamp try-installs  ## create or update all that test-all needs
 
 demo: $(NEWEST)  ## train, kill twice, restart, compare; write figures and logs to demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
@@ -106,7 +105,7 @@ quick: checks  ## run lint, types, and one case of each file of laws: a minute
 
 test-all: test test-slow  ## run test, then test-slow
 
-test-slow: try-installs slow deepspeed oldest docs dist  ## run the slow tests, those with DeepSpeed, those on the oldest Lightning, docs, dist
+test-slow: try-installs slow oldest docs dist  ## run the slow tests, those on the oldest Lightning, docs, dist
 
 try-installs:
 	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
@@ -129,9 +128,6 @@ faults: $(NEWEST)  ## let each kind of fault come at random moments of supervise
 OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
-
-deepspeed: $(DEEPSPEED)  ## run the tests that need DeepSpeed, on the CPU
-	DS_ACCELERATOR=cpu .venv-deepspeed/bin/$(SUITE) -m slow tests/with_deepspeed $(PYTEST_ARGS)
 
 libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
 
@@ -156,7 +152,7 @@ format: $(NEWEST)  ## let ruff format the code and fix what it can
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environments, build outputs, and caches
-	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-stores .venv-deepspeed .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-stores .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: requirements/newest.txt | $(UV)
@@ -200,15 +196,6 @@ $(STORES): requirements/stores.txt requirements/stores-npm.txt | $(NEWEST) $(UV)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)
 	$(UV) pip install --quiet --python $(@D) --constraint requirements/newest.txt --requirement $<
 	PATH="$(CURDIR)/$(@D)/bin:$$PATH" npm install --silent --no-audit --no-fund --prefix $(@D) $$(cat requirements/stores-npm.txt)
-# Apart from the others: Lightning imports DeepSpeed, which takes seconds, wherever it is installed. None of its
-# extensions is compiled. Its build needs the installed torch.
-.venv-deepspeed/torch.stamp: requirements/deepspeed.txt | $(UV)
-	$(make_environment)
-
-$(DEEPSPEED): .venv-deepspeed/torch.stamp pyproject.toml requirements/newest.txt
-	$(UV) pip install --quiet --python $(@D) --constraint requirements/newest.txt --editable ".[dev]" setuptools wheel
-	DS_BUILD_OPS=0 $(UV) pip install --quiet --python $(@D) --no-build-isolation --requirement requirements/deepspeed.txt
-	touch $@
 
 $(UV):
 	@$(find_python); \

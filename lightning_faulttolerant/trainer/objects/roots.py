@@ -27,7 +27,6 @@ from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.compat import experiments_of
 from lightning_faulttolerant.trainer.process import is_left_out
-from lightning_faulttolerant.trainer.ranks.strategies import users_optimizers
 
 _TRAINERS = ("lightning.pytorch.trainer", "lightning.pytorch.loops")
 _EPOCH_START = ("on_train_epoch_start", "on_epoch_start")
@@ -75,7 +74,7 @@ class Roots:
             getattr(owner, "hparams", None)  # they are created on first access, and a save accesses them
         roots = {
             **owners,
-            **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(users_optimizers(trainer))},
+            **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
             **functions_of(trainer, self.callbacks),
             "trainer": Namespace(owner=trainer, names=_OF_TRAINER),
@@ -135,7 +134,7 @@ def rules_of(trainer: Trainer) -> Rules:
     own |= {id(metric) for metric in with_metrics_state(module)}
     own |= {id(metric) for callback in compat.callbacks(trainer) for metric in metrics_of(callback).values()}
     own |= {id(experiment) for experiment in experiments_of(trainer.loggers)} - {id(None)}
-    optimizers = {id(optimizer) for optimizer in users_optimizers(trainer)}
+    optimizers = {id(optimizer) for optimizer in trainer.optimizers}
 
     def is_live(value: object) -> bool:
         is_replayed = hasattr(type(value), REPLAYED)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import Tensor
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 SEAMS = {
     "trainer._accelerator_connector.cluster_environment": "queueing a SLURM job again",
@@ -112,13 +111,7 @@ def saves_shards(strategy: object) -> bool:
         return bool(strategy._save_distributed_checkpoint)
     if isinstance(strategy, FSDPStrategy):
         return strategy._state_dict_type == "sharded"
-    return isinstance(strategy, DeepSpeedStrategy)
-
-
-def gradient_buffer_of(optimizer: Any, number: int) -> Tensor:
-    """Return where DeepSpeed's optimizer adds up the gradients of a group in float32. Checked on DeepSpeed 0.19.8."""
-    buffer: Tensor = optimizer._get_compact_grad_partition_buffer(number).flat_partition
-    return buffer
+    return False
 
 
 DDP_SEAMS = {

@@ -19,7 +19,7 @@ from sys import maxsize
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
@@ -207,11 +207,6 @@ class Resized:
                 f"The checkpoint can't continue with a different number of ranks ({self.ranks}) under tensor"
                 " parallelism: several ranks see the same batches, and the sums of each would be counted as if it had"
                 " separate batches. Start with as many ranks as before."
-            )
-        if isinstance(self._trainer.strategy, DeepSpeedStrategy):
-            raise NotExactError(
-                f"The checkpoint can't continue with a different number of ranks ({self.ranks}) under DeepSpeed: its "
-                "engine does not split the state of an optimizer again. Start with as many ranks as before."
             )
         if self._position.where == IN_VALIDATION:
             raise NotExactError(

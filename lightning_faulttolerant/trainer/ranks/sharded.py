@@ -26,23 +26,21 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_of_bits
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
-from lightning_faulttolerant.trainer.files.run_files import load as load_content, part_of
+from lightning_faulttolerant.trainer.files.run_files import part_of
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.compat import METADATA_NAME, saves_shards
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, safely_unpickled, send_checkpoint
-from lightning_faulttolerant.trainer.ranks.strategies import failing_together
 from lightning_faulttolerant.trainer.resume.choice import Choice
 from lightning_faulttolerant.trainer.save.pace import described
 
@@ -204,7 +202,7 @@ class ShardWriter:
 
     def _written(self, checkpoint: dict[str, object], directory: str) -> list[dict[str, FileEntry]] | None:
         """Write the files of a directory, and return their entries in shares, on rank 0."""
-        self._together("shards", lambda: self._write(checkpoint, directory))
+        self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
         shares = self._first(
             "deal",
             self._series,
@@ -212,24 +210,8 @@ class ShardWriter:
         )
         return self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
 
-    def _write(self, checkpoint: dict[str, object], directory: str) -> None:
-        strategy = self._trainer.strategy
-        if not isinstance(strategy, DeepSpeedStrategy):
-            strategy.save_checkpoint(checkpoint, directory)
-            return
-        own = {key: value for key, value in checkpoint.items() if key != KEY}
-        with failing_together(self._trainer):
-            strategy.save_checkpoint(own, directory)
-        if self._ranks.rank == 0:
-            torch.save(without_shards(checkpoint), os.path.join(directory, METADATA_NAME))
-
     def _sent(self, checkpoint: dict[str, object], url: str) -> list[dict[str, FileEntry]] | None:
         """Send the files to an object store, and return their entries for each rank, on rank 0."""
-        if isinstance(self._trainer.strategy, DeepSpeedStrategy):
-            raise CheckpointError(
-                f"DeepSpeed writes its checkpoints into directories, not below a URL such as {url}. Pass a directory "
-                "that all ranks see as FaultTolerance(dirpath=...)."
-            )
         return self._together("shards", lambda: send_checkpoint(self._trainer.strategy, checkpoint, url))
 
     def _first(self, step: str, series: AutosaveSeries | None, work: Callable[[AutosaveSeries], _Result]) -> _Result:
@@ -341,16 +323,6 @@ def load_checkpoint(
             if reason is not None:
                 stack.enter_context(safely_unpickled(choice.path, reason))
         load(choice.path)
-    if isinstance(trainer.strategy, DeepSpeedStrategy) and choice.path is not None:
-        _put_content(trainer, choice.path, choice.checkpoint)
-
-
-def _put_content(trainer: Trainer, path: str, content: dict[str, object] | None) -> None:
-    """Give Lightning the content of an autosave: our part of it is next to the files of DeepSpeed's engine."""
-    if content is None and os.path.exists(os.path.join(path, METADATA_NAME)):
-        content = load_content(path)
-    if content is not None:
-        put_checkpoint(trainer, path, content)
 
 
 def reshard(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""The strategies that are served, and what is special about them: where their ranks meet, DeepSpeed, DDP's sums.
+"""The strategies that are served, and what is special about them: where their ranks meet, and DDP's sums.
 
 A strategy is served if it is one of these classes, or derives from one and saves and loads as that one does. All others
 are refused at the start, before anything is written.
@@ -9,10 +9,6 @@ rank that looks before a restarted one has written its own address finds the old
 agree on a prefix for their keys. They can't derive it from the number of the restart: each agent counts its own, and
 when a machine joins or leaves, all ranks start again without being counted.
 
-DeepSpeed's engine under ZeRO 1 and 2 saves and loads weights, partitions of the optimizer, and the loss scale. It does
-not save what exists only between two optimizer steps: its place in the accumulation window, and the gradients so far.
-Their names are DeepSpeed's, checked on 0.19.8.
-
 From three ranks on, the last bits of a sum of gradients depend on the order in which DDP sums them. DDP sums the
 gradients of many parameters together, in buckets, and each rank begins the sum of another part of a bucket. So the
 order of summation of a gradient depends on its place. DDP lays its buckets out in the order in which parameters were
@@ -22,11 +18,10 @@ continues would have the first layout again for its first batch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -42,7 +37,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
-from torch import Tensor, distributed as dist
+from torch import distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -54,7 +49,6 @@ from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.compat import (
     cluster_environment,
-    gradient_buffer_of,
     hooks_with_state,
     is_after_its_first_backward,
     reduction_order,
@@ -63,150 +57,6 @@ from lightning_faulttolerant.trainer.ranks.compat import (
 )
 from lightning_faulttolerant.trainer.ranks.connection import LOOPBACK, Hub, Line, Relay, Spoke
 from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
-
-_SERVED_STAGES = (1, 2)
-_SERVED = frozenset({
-    "activation_checkpointing", "aio", "bf16", "dump_state", "fp16", "gradient_accumulation_steps",
-    "gradient_clipping", "steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu",
-    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
-})  # fmt: skip
-_SERVED_OF_ZERO = frozenset({
-    "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "ignore_unused_parameters",
-    "load_from_fp32_weights", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients",
-    "stage", "sub_group_size",
-})  # fmt: skip
-
-_COUNTERS: Final = ("micro_steps", "global_steps", "global_samples", "skipped_steps", "_global_grad_norm")
-_OF_PARAMETERS: Final = ("grad", "grad_accum")
-_OF_OPTIMIZER: Final = ("all_grad_tensors", "averaged_gradients")
-
-
-def why_not_served(strategy: DeepSpeedStrategy) -> str | None:
-    """Return why a run with the strategy's configuration could not continue exactly, or ``None`` if it can."""
-    config: Mapping[str, Any] = strategy.config if isinstance(strategy.config, dict) else {}
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage not in _SERVED_STAGES:
-        return f"It is supported with ZeRO stage 1 and 2, and this is stage {stage}"
-    unknown = [f"zero_optimization.{name}" for name, value in zero.items() if name not in _SERVED_OF_ZERO and value]
-    unknown += [name for name, value in config.items() if name not in _SERVED and value]
-    if unknown:
-        return f"No test has shown that a run continues exactly with {', '.join(sorted(unknown))} in its config"
-    if not zero.get("load_from_fp32_weights", True):
-        return "With load_from_fp32_weights=False, it restores the optimizer's weights from rounded ones"
-    if strategy.exclude_frozen_parameters:
-        return "With exclude_frozen_parameters=True, its checkpoints lack the frozen parameters"
-    return None
-
-
-def engine_of(trainer: Trainer) -> Any | None:
-    """Return DeepSpeed's engine once it trains, or ``None`` under any other strategy."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, DeepSpeedStrategy) or not hasattr(strategy.model, "micro_steps"):
-        return None
-    return strategy.model
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """Return the user's optimizer if it is in one of DeepSpeed's, which has no ``defaults``."""
-    return optimizer if hasattr(optimizer, "defaults") else optimizer.optimizer
-
-
-def users_optimizers(trainer: Trainer) -> list[Any]:
-    """Return the optimizers that the user created; DeepSpeed's keep them inside."""
-    return [unwrapped(optimizer) for optimizer in trainer.optimizers]
-
-
-def engine_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what the engine's checkpoint lacks on this rank: its counters, and gradients of an open window.
-
-    Raises:
-        UnsupportedTrainerError: If the engine or its optimizer has not the attributes that we know.
-    """
-    engine = engine_of(trainer)
-    if engine is None:
-        return {}
-    optimizer = engine.optimizer
-    unknown = [name for name in _COUNTERS if not hasattr(engine, name)]
-    unknown += [name for name in _OF_OPTIMIZER if not hasattr(optimizer, name)]
-    if unknown:
-        raise UnsupportedTrainerError(
-            f"FaultTolerance does not know this version of DeepSpeed, or its {type(optimizer).__name__}: it has no "
-            f"{', '.join(unknown)}, and gradients of an accumulation window could not be saved. Use DeepSpeed 0.19.8 "
-            "with ZeRO 1 or 2, or leave the callback out."
-        )
-    return {
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        **{name: _of_parameters(trainer, name) for name in _OF_PARAMETERS},
-        # ZeRO 2 reduces the gradients of each batch, and adds them up in the partition of each rank.
-        "partitions": {str(i): [g.clone() for g in grads] for i, grads in optimizer.all_grad_tensors.items() if grads},
-        "buffers": {
-            str(i): grads.flat_partition.clone()
-            for i, grads in optimizer.averaged_gradients.items()
-            if grads is not None
-        },
-    }
-
-
-def load_engine_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Restore what `engine_state` returned, once the engine has loaded its checkpoint."""
-    engine = engine_of(trainer)
-    if engine is None or not state:
-        return
-    for name, value in state["counters"].items():
-        setattr(engine, name, value)
-    parameters = dict(trainer.lightning_module.named_parameters())
-    for attribute in _OF_PARAMETERS:
-        for name, gradient in state[attribute].items():
-            setattr(parameters[name], attribute, gradient.to(parameters[name].device, copy=True))
-    optimizer, device = engine.optimizer, engine.device
-    for number, gradients in state["partitions"].items():
-        optimizer.all_grad_tensors[int(number)] = [gradient.to(device, copy=True) for gradient in gradients]
-    for number, flat in state["buffers"].items():
-        gradient_buffer_of(optimizer, int(number)).copy_(flat)
-
-
-def _of_parameters(trainer: Trainer, attribute: str) -> dict[str, Tensor]:
-    found = ((name, getattr(p, attribute, None)) for name, p in trainer.lightning_module.named_parameters())
-    return {name: gradient.detach().clone() for name, gradient in found if gradient is not None}
-
-
-def stepped_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that the optimizer steps: it copies them into the parameters without a trace."""
-    if engine_of(trainer) is None:
-        return []
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
-
-
-@contextlib.contextmanager
-def failing_together(trainer: Trainer) -> Iterator[None]:
-    """Within the block, let a rank that can't write finish the engine's save: the others wait for it in a barrier.
-
-    Raises:
-        Exception: At the end of the block, what its writes have raised.
-    """
-    engine = engine_of(trainer)
-    if engine is None:
-        yield
-        return
-    failures: list[Exception] = []
-
-    def save(original: Any, *args: object, **kwargs: object) -> None:
-        try:
-            original(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
-
-    patches = Patches()
-    patches.around(engine.checkpoint_engine, "save", save)
-    try:
-        yield
-    finally:
-        patches.undo()
-    if failures:
-        raise failures[0]
-
 
 BUCKETS: Final = "buckets"
 _LAST_BITS = "the arithmetic may differ in the last bits"
@@ -381,14 +231,7 @@ def agree_on_prefix(store: Any, *, rank: int, num_ranks: int, timeout: timedelta
     return name
 
 
-# The first that a strategy derives from counts: DeepSpeedStrategy derives from DDPStrategy.
-SUPPORTED: tuple[type[Strategy], ...] = (
-    SingleDeviceStrategy,
-    DeepSpeedStrategy,
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-)
+SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 
 _XLA = (
     "On XLA devices, steps run lazily and torch_xla writes the checkpoints. No test has shown that a run continues "
@@ -398,11 +241,12 @@ _XLA = (
 REFUSED: Mapping[type[Strategy], str] = {
     XLAStrategy: _XLA,
     SingleDeviceXLAStrategy: _XLA,
+    DeepSpeedStrategy: (
+        "DeepSpeed's checkpoints lack its place in an accumulation window and the gradients so far, and no public name "
+        'leads to them. Use strategy=FSDPStrategy(state_dict_type="sharded") or ModelParallelStrategy(), which shard '
+        "weights, gradients, and optimizer states as ZeRO 3 does"
+    ),
 }
-_INSTEAD_OF_DEEPSPEED = (
-    "Use ZeRO 1 or 2 without offloading, strategy=ModelParallelStrategy(), or "
-    'strategy=FSDPStrategy(state_dict_type="sharded"). The last two shard weights, too, as ZeRO 3 does'
-)
 _ADVICE = (
     "Use a strategy that docs/strategies.md lists, or leave the callback out. PL_FAULT_TOLERANT_TRAINING=0 leaves it "
     "out, too."
@@ -428,11 +272,6 @@ def check_strategy(strategy: Strategy) -> None:
             f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
             f"hold. {_ADVICE}"
         )
-    why_not = why_not_served(strategy) if isinstance(strategy, DeepSpeedStrategy) else None
-    if why_not is not None:
-        raise UnsupportedTrainerError(
-            f"FaultTolerance does not support this {kind.__name__}. {why_not}. {_INSTEAD_OF_DEEPSPEED}. {_ADVICE}"
-        )
     own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
     if own:
         raise UnsupportedTrainerError(
@@ -445,11 +284,11 @@ def check_strategy(strategy: Strategy) -> None:
 def can_be_evaluated(trainer: Trainer) -> bool:
     """Return whether an evaluation of this trainer can be resumed. If not, it runs as it is.
 
-    It can't under DeepSpeed or a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at
+    It can't under a strategy that is not served, nor if a BatchSizeFinder runs the loop several times at
     its start.
     """
     has_finder = any(isinstance(callback, BatchSizeFinder) for callback in callbacks(trainer))
-    if has_finder or isinstance(trainer.strategy, DeepSpeedStrategy):
+    if has_finder:
         return False
     try:
         check_strategy(trainer.strategy)

@@ -64,7 +64,6 @@ class Trust:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._known: set[str] = set()
-        self._has_warned = False
 
     def why_not(self, path: str) -> str | None:
         """Return why an autosave, or a directory of autosaves, is not trusted, or ``None`` if it is."""
@@ -124,42 +123,18 @@ class Trust:
             raise UnsafeCheckpointError(text)
         _log.warning("%s\nBecause strict is off, the run is saved anyway. Its next start needs this trust.", text)
 
-    def check_engines_files(self, path: str, *, is_saving: bool = False) -> None:
-        """Refuse an autosave with files of DeepSpeed's engine, which unpickles them, unless it is trusted.
-
-        Args:
-            path: The autosave, or the directory of those that are about to be written.
-            is_saving: Whether it is the latter. Without ``strict``, it is only a warning then.
-
-        Raises:
-            UnsafeCheckpointError: If it is not trusted.
-        """
-        reason = self._why_not_in(path) if is_saving else self.why_not(path)
-        if reason is None:
-            return
-        text = (
-            f"{path} is not trusted: {reason}. DeepSpeed unpickles the files of its engine, which can run any code. If "
-            f"you trust everyone who can write there, {_GRANT}."
-        )
-        if not is_saving or self._options.strict:
-            raise UnsafeCheckpointError(text)
-        if not self._has_warned:
-            _log.warning("%s\nBecause strict is off, the run is saved anyway. Its next start needs this trust.", text)
-        self._has_warned = True
-
-    def written(self, pool: Mapping[str, object], path: str, *, is_first: bool, has_pickles: bool = False) -> None:
+    def written(self, pool: Mapping[str, object], path: str, *, is_first: bool) -> None:
         """Let no other user write to an autosave that holds objects as bytes. Check that the first one can be loaded.
 
         Args:
             pool: The objects.
             path: The autosave.
             is_first: Whether it is the first of the fit.
-            has_pickles: Whether other code than ours unpickles it.
 
         Raises:
             CheckpointError: If the first one can't be loaded.
         """
-        if (pool or has_pickles) and not is_url(path):
+        if pool and not is_url(path):
             for place in (path, *_files_of(path)):
                 if os.path.exists(place):
                     os.chmod(place, os.stat(place).st_mode & ~(stat.S_IWGRP | stat.S_IWOTH) & 0o7777)

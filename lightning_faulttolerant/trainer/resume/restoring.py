@@ -35,7 +35,6 @@ from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
-from lightning_faulttolerant.trainer.ranks.strategies import engine_of
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups
 from lightning_faulttolerant.trainer.resume.resume import Resume
@@ -148,8 +147,6 @@ class Restoring:
             self._settings = ChangedSettings(self._trainer)
         choice = self._beginning.choose(checkpoint_path)
         self._loaders.share_seeds(self._beginning.ranks)
-        if choice.is_autosave and engine_of(self._trainer) is not None:
-            self._trust.check_engines_files(str(choice.path))
         lightnings = partial(original, *args, **kwargs)
         load = partial(load_checkpoint, self._trainer, choice, lightnings, why_not_trusted=self._trust.why_not)
         is_read = choice.checkpoint is not None

@@ -25,7 +25,6 @@ from torch.optim import lr_scheduler
 from lightning_faulttolerant.errors import BranchError
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
-from lightning_faulttolerant.trainer.ranks.strategies import unwrapped, users_optimizers
 
 _DAY = 24 * 60 * 60
 _UNITS = (1, 10**3, 10**9)  # seconds, milliseconds, nanoseconds
@@ -273,7 +272,7 @@ class ChangedSettings:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._window = trainer.accumulate_grad_batches
-        optimizers = users_optimizers(trainer)
+        optimizers = trainer.optimizers
         self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         self._arguments = [dict(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
         self._created = {
@@ -311,7 +310,7 @@ class ChangedSettings:
                     f"{', '.join(now) or 'none'} now. Their state can't be used by others."
                 )
         lines: list[str] = []
-        for number, optimizer in enumerate(users_optimizers(self._trainer)):
+        for number, optimizer in enumerate(self._trainer.optimizers):
             lines += self._apply_to_optimizer(number, optimizer, saved["optimizers"][number]["groups"])
         for number, config in enumerate(self._trainer.lr_scheduler_configs):
             lines += self._apply_to_scheduler(number, config.scheduler, saved["schedulers"][number])
@@ -351,7 +350,7 @@ class ChangedSettings:
         schedulers = [
             config.scheduler
             for config in self._trainer.lr_scheduler_configs
-            if _optimizer_of(config.scheduler) is optimizer
+            if getattr(config.scheduler, "optimizer", None) is optimizer
         ]
         for scheduler in schedulers:
             if type(scheduler) not in _IN_PROPORTION or vars(scheduler).get(_ETA_MIN):
@@ -392,11 +391,6 @@ class ChangedSettings:
                 raise BranchError(f"{text}. It can't take effect on a branch: keep it as it was.")
             else:  # it may be how far a user's own scheduler is
                 yield f"{text}, without effect: the scheduler is restored as it was saved"
-
-
-def _optimizer_of(scheduler: object) -> object:
-    optimizer = getattr(scheduler, "optimizer", None)
-    return None if optimizer is None else unwrapped(optimizer)
 
 
 def _of_group(group: Mapping[str, object]) -> Settings:

@@ -35,7 +35,6 @@ from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
-from lightning_faulttolerant.trainer.ranks.strategies import unwrapped
 from lightning_faulttolerant.trainer.run.changes import MAY_BE_IGNORED, Hyperparameters, plain
 
 _log = logging.getLogger(__name__)
@@ -256,7 +255,6 @@ def tensor_parallel_size(trainer: Trainer) -> int:
 def optimizer_fingerprint(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the class and the arguments of an optimizer."""
     # torch adds this default when it loads a state.
-    optimizer = unwrapped(optimizer)
     defaults = {"differentiable": False, **{name: plain(value) for name, value in optimizer.defaults.items()}}
     return {"class": type(optimizer).__qualname__, **defaults}
 

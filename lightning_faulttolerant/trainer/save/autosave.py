@@ -29,7 +29,6 @@ from lightning_faulttolerant.trainer.compat import import_for_dump, running_hook
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
-from lightning_faulttolerant.trainer.ranks.strategies import engine_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.contents import CheckpointContents, HookSaves, can_wait
@@ -356,13 +355,7 @@ class Autosaver:
             self.pace.note_failure(position, failure, began)
             return
         pool, is_new = self.contents.packed.pool, not self._is_proven
-        pickles = engine_of(self._run_state.trainer) is not None
-        by_first(
-            self._ranks,
-            "load",
-            self._series,
-            lambda _: self._trust.written(pool, path, is_first=is_new, has_pickles=pickles),
-        )
+        by_first(self._ranks, "load", self._series, lambda _: self._trust.written(pool, path, is_first=is_new))
         self._has_saved(position, path)
         self._note(position, began, path)
 
@@ -387,8 +380,6 @@ class Autosaver:
     def _check(self, series: AutosaveSeries, checkpoint: Mapping[str, object]) -> None:
         # Checked now rather than when the run resumes, and before a good autosave is deleted to make room for it.
         self._trust.check(self.contents.packed, checkpoint, os.fspath(series.directory))
-        if engine_of(self._run_state.trainer) is not None:
-            self._trust.check_engines_files(os.fspath(series.directory), is_saving=True)
 
     def _write(
         self, series: AutosaveSeries, checkpoint: dict[str, Any], position: TrainerPosition, *, is_first: bool = False

@@ -63,13 +63,6 @@ from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manu
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
-from lightning_faulttolerant.trainer.ranks.strategies import (
-    engine_of,
-    engine_state,
-    load_engine_state,
-    stepped_tensors,
-    users_optimizers,
-)
 from lightning_faulttolerant.trainer.resume.parameters import held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
 from lightning_faulttolerant.trainer.settings import Options
@@ -151,7 +144,7 @@ def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerP
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
     """Return the tensors that a capture does not copy: parameters, optimizer states, averaged weights."""
     reshard(trainer)
-    tensors = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer), *stepped_tensors(trainer)]
+    tensors = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
@@ -240,7 +233,7 @@ class RunState:
             "datamodule": compat.datamodule(trainer),
             "loaders": loaders.untracked,
             "callbacks": callbacks,
-            "optimizers": users_optimizers(trainer),
+            "optimizers": trainer.optimizers,
             "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
         }
         self.held = HeldGenerators({**roots, **users_variables(roots)})
@@ -271,7 +264,7 @@ class RunState:
             where=position.where,
             is_iterating=self._is_iterating(position),
             is_evaluating=is_validating or position.where in IN_EVALUATION,
-            has_gradients=(has_gradients or is_validating) and engine_of(self.trainer) is None,
+            has_gradients=has_gradients or is_validating,
         )
 
     def _is_iterating(self, position: TrainerPosition) -> bool:
@@ -375,8 +368,6 @@ def _load_buffers(run: RunState, state: Mapping[str, Any]) -> list[str]:
 
 
 def _load_gradients(run: RunState, state: Mapping[str, Any]) -> None:
-    if engine_of(run.trainer) is not None:  # its state has them
-        return
     reshard(run.trainer)
     load_gradients(run.module, state["gradients"])
 
@@ -429,7 +420,6 @@ PARTS = (
         lambda run, at: gradients_state(run.module) if at.has_gradients else {},
         _load_gradients,
     ),
-    _of_trainer("engine", "", engine_state, load_engine_state),
     _of_module("flags", "training and frozen flags", flags_state, load_flags),
     _of_trainer("trainer", "trainer attributes", _trainer_state, _load_trainer_state),
     Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),

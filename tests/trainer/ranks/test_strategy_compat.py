@@ -23,9 +23,8 @@ def test_each_name_is_listed() -> None:
     """The code must use no private name outside the contract."""
     listed = {name for path in (*SEAMS, *STRATEGY_SEAMS, *DDP_SEAMS) for name in path.split(".")}
     # The observer's private name is tested in another file of this folder.
-    of_deepspeed = {"_get_compact_grad_partition_buffer"}  # tests/with_deepspeed fails without it
     of_distributed = {"_register_comm_hook"}
-    assert private_names(compat) <= listed | of_deepspeed | of_distributed | {"_METADATA_FILENAME", "_child_processes"}
+    assert private_names(compat) <= listed | of_distributed | {"_METADATA_FILENAME", "_child_processes"}
 
 
 def test_name_of_the_file_beside_the_shards() -> None:
