@@ -50,23 +50,18 @@ class Weak(weakref.ref[Any]):
     """Stands for a large tensor or array: training may replace it, and then its memory is freed."""
 
 
-def hold(value: object) -> object:
-    """Return `value`, or a weak stand-in if it is large."""
-    is_data = issubclass(type(value), Tensor) or kinds.is_numpy(value, "ndarray")
-    return Weak(value) if is_data and is_large(value) else value
+def hold(value: Any) -> object:
+    """Return `value`, or a weak stand-in if it is a large tensor or array."""
+    try:
+        is_data = is_readable(value) if issubclass(type(value), Tensor) else kinds.is_numpy(value, "ndarray")
+        return Weak(value) if is_data and value.nbytes > _LARGE_BYTES else value
+    except Exception:  # noqa: BLE001 - any subclass may raise anything
+        return value
 
 
 def held(value: object) -> object:
     """Return the value that `hold` was called with; ``None`` if it no longer exists."""
     return value() if type(value) is Weak else value
-
-
-def is_large(value: Any) -> bool:
-    """Return whether a tensor or array is held weakly."""
-    try:
-        return not (isinstance(value, Tensor) and not is_readable(value)) and bool(value.nbytes > _LARGE_BYTES)
-    except Exception:  # noqa: BLE001 - any subclass may raise anything
-        return False
 
 
 def mark_of(value: Any) -> Mark | None:
