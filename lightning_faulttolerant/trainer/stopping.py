@@ -428,5 +428,6 @@ class Stopping:
 
 
 def _shout(failure: str, outcome: str) -> None:
-    what = f"THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. {outcome}. Submit the job again."
-    sys.stderr.write(f"\nFaultTolerance: {what}\n")
+    sys.stderr.write(
+        f"\nFaultTolerance: THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. {outcome}. Submit the job again.\n"
+    )
