@@ -19,6 +19,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,7 @@ from tests.file_faults import Fault, FaultySteps, Step
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Two blocks of one process would restore each other's functions if they ended out of order.
-_blocks: list[FaultyFiles] = []
+_BLOCKS: ContextVar[tuple[FaultyFiles, ...]] = ContextVar("blocks", default=())
 
 
 @final
@@ -78,6 +79,7 @@ class FaultyFiles:
     ) -> None:
         self._faulty = FaultySteps(fault, kind=kind, at=at, lasting=lasting)
         self._root = Path(os.path.realpath(directory))
+        self._is_open = False
         self._replaced: list[tuple[object, str, object]] = []
 
     @property
@@ -86,9 +88,10 @@ class FaultyFiles:
         return self._faulty.steps
 
     def __enter__(self) -> FaultyFiles:
-        if _blocks:
+        if _BLOCKS.get():
             raise RuntimeError("A FaultyFiles or PowerLoss block is already open. Two at once would see each other.")
-        _blocks.append(self)
+        _BLOCKS.set((self,))
+        self._is_open = True
         for owner, name, ours in self._replacements():
             self._replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, ours)
@@ -98,12 +101,12 @@ class FaultyFiles:
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
-        _blocks.remove(self)
+        _BLOCKS.set(())
+        self._is_open = False
 
     def take(self, kind: str, path: Path, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
         """Count a step, and do it, or apply the fault to it."""
-        is_over = self not in _blocks
-        return perform() if is_over else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
+        return perform() if not self._is_open else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
 
     def _place(self, file: object, dir_fd: int | None = None) -> Path | None:
         path = locate(file, dir_fd)

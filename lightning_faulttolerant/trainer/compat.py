@@ -384,6 +384,12 @@ def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
     trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = epochs
 
 
+def is_hook_asked(trainer: Trainer, *, for_training: bool) -> bool:
+    """Return whether the loaders of a fit come from a hook, and were not passed to ``fit``. Checked on 2.6.6."""
+    loop = trainer.fit_loop if for_training else trainer.fit_loop.epoch_loop.val_loop
+    return bool(loop._data_source.is_module())
+
+
 def live_values(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return the trainer's own dicts, by path, of what training changes and a hook can read from the trainer."""
     connector = trainer._logger_connector

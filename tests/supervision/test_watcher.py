@@ -181,7 +181,7 @@ def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path) -> None
     os.waitpid(process_id, 0)
 
 
-@pytest.mark.parametrize("name", ["open_file", "open_writer"])
+@pytest.mark.parametrize("name", ["open_file", "open_store"])
 def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What a hung file system keeps waiting is a thread, not the process that has to end the run."""
     release = threading.Event()
@@ -192,11 +192,11 @@ def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(heartbeats_module, name, hang)
     monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
-    original = watcher_module.open_writer
+    original = watcher_module.open_store
     monkeypatch.setattr(
         watcher_module,
-        "open_writer",
-        lambda path: hang() if path.startswith(f"{tmp_path}/run/") else original(path),
+        "open_store",
+        lambda path: hang() if path.startswith(f"{tmp_path}/run") else original(path),
     )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     began = time.monotonic()

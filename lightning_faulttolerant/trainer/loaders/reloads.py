@@ -114,7 +114,9 @@ class Reloads:
             return loader
         if self._num_asked == 0:
             self.last.pop(stage, None)
-            self.last[stage] = self._repeated or {"trainer": self._trainers_values(), "objects": self._changes}
+            is_hook_asked = compat.is_hook_asked(self._trainer, for_training=stage == TRAIN)
+            values = self._trainers_values() if is_hook_asked else {}
+            self.last[stage] = self._repeated or {"trainer": values, "objects": self._changes}
         place = f"{stage}/{self._num_asked}"
         self._num_asked += 1
         if self._state is not None:
