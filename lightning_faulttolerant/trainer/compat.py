@@ -25,6 +25,8 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import loop_of
 
 SEAMS = {
+    "trainer.fit_loop._data_source.is_module": "which loaders come from a hook that may read the trainer",
+    "trainer.fit_loop.epoch_loop.val_loop._data_source.is_module": "the same",
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
     "trainer.fit_loop.epoch_loop.val_loop._on_before_fetch": "stops inside a validation run",
     "trainer.fit_loop._combined_loader": "leaving the user's loaders as they were",
