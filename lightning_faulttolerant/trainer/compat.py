@@ -25,6 +25,9 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import loop_of
 
 SEAMS = {
+    "trainer._logger_connector._callback_metrics": "what a loader hook reads, when a resume calls it again",
+    "trainer._logger_connector._logged_metrics": "the same",
+    "trainer._logger_connector._progress_bar_metrics": "the same",
     "trainer.fit_loop._data_source.is_module": "which loaders come from a hook that may read the trainer",
     "trainer.fit_loop.epoch_loop.val_loop._data_source.is_module": "the same",
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
