@@ -15,6 +15,8 @@ JOBS ?= 4
 PYTEST_ARGS ?=
 # Number of failed tests that are run once more, alone; those that pass are reported. The CI sets it.
 AGAIN ?= 0
+# The part of the slow tests that runs: 2/6 is the third of six. All together are all slow tests.
+PART ?= 0/1
 SUITE = python -m tests.harness.run -q -j $(JOBS) --again $(AGAIN)
 
 BIN := .venv/bin
@@ -112,7 +114,7 @@ try-installs:
 	@$(MAKE) --no-print-directory slurm-installed || echo "Can't install SLURM. The tests that need it are skipped." >&2
 
 slow: compiled $(LIBRARIES) $(STORES)
-	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
+	$(BIN)/$(SUITE) -m slow --part $(PART) $(PYTEST_ARGS)
 
 # The number of faults, and the seed that decides when they come.
 FAULT_TRIALS ?= 240

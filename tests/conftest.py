@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
     )
     parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
+    parser.addoption("--part", default="0/1", help="only this part of the slow tests: 2/6 is the third of six")
     parser.addoption(
         "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
     )
@@ -67,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if _is_slow(number, len(same)):
                 item.add_marker(pytest.mark.slow)
     assert_slow_tests_are_found(items)
+    part, num_parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [item for item in items if not item.get_closest_marker("slow") or _part(item, num_parts) == part]
     if config.getoption("--on-oldest"):
         items[:] = oldest.select(items)
     if config.getoption("--one-of-each-law"):
@@ -82,6 +86,10 @@ def assert_slow_tests_are_found(items: list[pytest.Item]) -> None:
     lost = sorted(file.name for file in files if not durations.may_have_slow_tests(file))
     if lost:
         raise pytest.UsageError(f"These files seem to have no slow tests, but have: {', '.join(lost)}. See {_SIGNS}.")
+
+
+def _part(item: pytest.Item, num_parts: int) -> int:
+    return zlib.crc32(item.nodeid.encode()) % num_parts
 
 
 def _is_law(item: pytest.Item) -> bool:
