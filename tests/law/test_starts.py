@@ -59,3 +59,16 @@ class LazyNet(Net):
 def test_lazy_modules() -> None:
     """A module with unknown shapes at its load continues, twice."""
     assert_exact(list, KillAt(3), KillAt(3), module=LazyNet)
+
+
+class FirstBatchNet(LazyNet):
+    """Learns its shapes from the first batch of the training, or of the sanity check."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("num_sanity_steps", [0, 1])
+def test_lazy_modules_without_a_shape_at_the_start(num_sanity_steps: int) -> None:
+    """A module whose shapes follow from a batch continues after that batch, twice."""
+    assert_exact(list, KillAt(1), KillAt(3), module=FirstBatchNet, num_sanity_val_steps=num_sanity_steps)
