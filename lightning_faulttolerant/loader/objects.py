@@ -79,11 +79,11 @@ class DatasetObjects:
     """
 
     def __init__(self, dataset: object) -> None:
-        roots = {"dataset": dataset}
-        self._state = ObjectState(roots, COPIES_RULES)
+        self._roots = {"dataset": dataset}
+        self._state = ObjectState(self._roots, COPIES_RULES)
         self.is_fed = bool(self._state.things_of(_is_trained))
         if self.is_fed:
-            self._state = ObjectState(roots, _FED_RULES)
+            self._state = ObjectState(self._roots, _FED_RULES)
             self._state.carry_tensors()  # other code restores these too, so no baseline is that of the first start
         self._state.carry_buffers()
 
@@ -103,6 +103,16 @@ class DatasetObjects:
     def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, object]]:
         """Return the current values to restore after `states` are loaded; nothing if no module is trained."""
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
+
+    def begin_draws(self) -> ObjectState | None:
+        """Return what finds the changes that drawing makes from now on; ``None`` if no module is trained."""
+        return ObjectState(self._roots, _FED_RULES) if self.is_fed else None
+
+    def after_draws(self, begun: ObjectState) -> dict[str, object]:
+        """Return the changes since `begin_draws`, except on weights: those of training are restored."""
+        modules = [module for module in begun.things_of(_is_trained).values() if isinstance(module, nn.Module)]
+        weights = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+        return begun.state_dict(without=begun.things_of(lambda value: id(value) in weights))
 
 
 def _is_trained(value: object) -> bool:
