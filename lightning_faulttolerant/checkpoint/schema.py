@@ -43,6 +43,8 @@ PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
 CREATED: Final = "created"
 """The key for the settings with which optimizers and schedulers were created."""
+REWRITTEN: Final = "rewritten"
+"""The key for the names from ``rewritten_in``: what the checkpoint holds in another form than the run."""
 PICKLED: Final = "pickled"
 """The key for the objects of Lightning's part that are kept as bytes."""
 RANKS: Final = "ranks"
@@ -159,6 +161,7 @@ class CheckpointPart(_Saved, total=False):
     # Each with several ranks.
     states: SavedStates
     # Autosaves of a fit.
+    rewritten: list[str]
     opaque: Mapping[str, object]
     pickled: Mapping[str, object]
     # Checkpoints that other code saves.

@@ -230,7 +230,7 @@ class TensorMarks:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if not is_lazy(tensor)]
-        self._marks = [_mark(t) for t in self._tensors]
+        self._marks = [mark_of(t) for t in self._tensors]
         self._sums = [quick_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
@@ -238,7 +238,7 @@ class TensorMarks:
         now = [tensor for tensor in tensors if not is_lazy(tensor)]
         if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
             return False
-        if [_mark(t) for t in now] != self._marks:
+        if [mark_of(t) for t in now] != self._marks:
             return False
         return all(torch.equal(quick_sums(t), s) for t, s in zip(now, self._sums, strict=True))
 
@@ -265,7 +265,8 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return total if num_whole == flat.numel() else total + flat[num_whole:].sum(dtype=torch.int64)
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """Return a mark that changes when the tensor is changed by torch's own functions."""
     # A tensor that was made in inference mode has no counter.
     return shard_of(tensor).data_ptr(), 0 if tensor.is_inference() else tensor._version
 

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.errors import speak_of_variable
+from lightning_faulttolerant.errors import UnsupportedTrainerError, speak_of_variable
 from lightning_faulttolerant.records.incidents import MeasuredStep
 from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
 from lightning_faulttolerant.trainer.process import (
@@ -308,7 +308,7 @@ class FaultTolerance(AnyCallback):
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
-        elif is_switched_off() and self._is_in_charge(trainer) and served(trainer).begins_while_off(trainer):
+        elif is_switched_off() and served(trainer).begins_while_off(trainer) and self._is_in_charge(trainer):
             self._close_ledger()
             begin_fit(trainer)
             self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
@@ -366,6 +366,11 @@ class FaultTolerance(AnyCallback):
         """Return whether this callback is the one that acts: the first that the user added, if there are several."""
         callbacks = served(trainer).compat.callbacks(trainer)
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
+        if not any(callback is self for callback in found):
+            raise UnsupportedTrainerError(
+                "This FaultTolerance is not among the Trainer's callbacks, but inside another one: Lightning would not "
+                "call all of its hooks, so pass it to Trainer(callbacks=[...]) itself."
+            )
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
 

@@ -79,15 +79,25 @@ def callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
+def profiler(trainer: Trainer) -> object:
+    """Return the profiler. Lightning enters its context around each hook."""
+    return trainer.profiler  # type: ignore[attr-defined]
+
+
 def datamodule(trainer: Trainer) -> LightningDataModule | None:
     """Return the trainer's data module."""
     return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
 
 
+def finders(trainer: Trainer) -> list[tuple[Callback, str]]:
+    """Return the callbacks that train to find a setting, each with the name of the method that does it."""
+    searches = {LearningRateFinder: "lr_find", BatchSizeFinder: "scale_batch_size"}
+    return [(one, name) for one in callbacks(trainer) for kind, name in searches.items() if isinstance(one, kind)]
+
+
 def is_nobodys_training(trainer: Trainer) -> bool:
     """Return whether this ``fit`` is a trial: a fast run, a barebones one, or a Tuner's, which ends before training."""
-    finders = (c for c in callbacks(trainer) if isinstance(c, (LearningRateFinder, BatchSizeFinder)))
-    is_tuning = any(getattr(finder, "_early_exit", False) for finder in finders)
+    is_tuning = any(getattr(finder, "_early_exit", False) for finder, _ in finders(trainer))
     return is_tuning or trainer.barebones or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 

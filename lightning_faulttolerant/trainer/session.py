@@ -98,6 +98,8 @@ class Session(AnySession):
         around(fit_loop, "on_advance_end", self._once_begun(Training.end_epoch))
         around(epoch_loop, "reset", self._once_begun(Training.reset_epoch))
         around(epoch_loop, "on_run_start", self._around_epoch_start)
+        for finder, search in compat.finders(trainer):
+            around(finder, search, self._around_search)
         # Called for each batch: `wrap` costs one call less than `around`.
         follow_steps(trainer, self._patches, self._beginning.history.times)
         wrap(epoch_loop, "advance", self._wrap_advance)
@@ -122,6 +124,8 @@ class Session(AnySession):
     def _close_own(self) -> None:
         if self._training is not None:
             self._training.close()
+        if self._resume is not None:
+            self._resume.restored.close()
         self._training = self._recorder = None
 
     def save_before_batch(self) -> None:
@@ -272,6 +276,14 @@ class Session(AnySession):
                 self._is_interrupted = True
                 self.interrupt(error)
             raise
+
+    def _around_search(self, original: Method, *args: object) -> object:
+        """Let a finder train in the middle of the fit: it restores what it changes, and nothing of it is the fit's."""
+        training, self._training = self._training, None
+        try:
+            return original(*args)
+        finally:
+            self._training = training
 
     def _around_epoch_start(self, original: Method, data_fetcher: object) -> None:
         self.loaders.note_prefetching()

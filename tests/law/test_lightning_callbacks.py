@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
+    LearningRateFinder,
     LearningRateMonitor,
     Timer,
     timer,
@@ -31,7 +32,7 @@ from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.callbacks import Clock, Unfreezing
 from tests.modules import Backbone, PlainNet
 from tests.processes import run
-from tests.runs import RaiseAt, assert_exact, eight_batches, fit_net
+from tests.runs import Net, RaiseAt, assert_exact, eight_batches, fit_eight, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -273,3 +274,39 @@ def test_time_limit(tmp_path: Path) -> None:
     assert [step for _, step, _ in lines].count("4") == 2
     assert resumed[0] == killed[-1] == 1.5 - 4 * 0.125
     assert resumed[-1] == 0.125
+
+
+class FindsAtEpochs(LearningRateFinder):
+    """Looks for a learning rate at the start of its epochs, as in Lightning's guide."""
+
+    def __init__(self, *epochs: int) -> None:
+        super().__init__(num_training_steps=20)
+        self.epochs = epochs
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch in self.epochs:
+            self.lr_find(trainer, pl_module)
+
+
+class Sought(Net):
+    """Has a learning rate that a finder sets, and no scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+def test_a_learning_rate_finder_at_two_epochs(tmp_path: Path) -> None:
+    """No autosave is taken while it trains: the scheduler and the callbacks are not the fit's then."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_eight([FindsAtEpochs(0, 1), *callbacks], directory, module=Sought(), max_epochs=3)
+
+    [*costs] = assert_resumes_exactly(fit, [KillAt(8), KillAt(3)], options=EVERY_STEP)
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 3)]

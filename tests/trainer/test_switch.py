@@ -6,9 +6,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.process import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.runs import fit_net, make_trainer
@@ -81,6 +82,20 @@ def test_only_one_of_two_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv(VARIABLE, "1")
     callback = FaultTolerance(tmp_path / "own", run_id="switch-both")
     assert fitted([callback], tmp_path) == [tmp_path / "own" / "switch-both"]
+
+
+def test_one_inside_another_callback_is_refused(tmp_path: Path) -> None:
+    """A callback that only passes some hooks on to one that it holds is told so, in one sentence."""
+
+    class Holds(Callback):
+        def __init__(self) -> None:
+            self.held = FaultTolerance(tmp_path / "own")
+
+        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+            self.held.setup(trainer, pl_module, stage)
+
+    with pytest.raises(UnsupportedTrainerError, match="not among the Trainer's callbacks, but inside another one"):
+        fitted([Holds()], tmp_path)
 
 
 def test_the_environments_acts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

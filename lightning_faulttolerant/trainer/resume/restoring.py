@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.schema import CREATED, PICKLED, Changes
+from lightning_faulttolerant.checkpoint.schema import CREATED, PICKLED, REWRITTEN, Changes
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import spikes_restored
@@ -177,6 +177,8 @@ class Restoring:
         if resume.position is not None and part is not None and "state_dict" in loaded:
             captured = part["instead"].get("buffers", {}) if "instead" in part else {}
             grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
+        if resume.position is not None:
+            resume.restored.note_checkpoint(loaded, rewritten=part.get(REWRITTEN, ()) if part is not None else ())
         return resume
 
     def around_restore_training_state(self, original: Method) -> None:
@@ -198,16 +200,16 @@ class Restoring:
         original()
         if self.resume is not None and changes is not None:
             self.resume.apply_changes(changes)
-        if self.resume is not None:
-            self.resume.prune()
+        if self.resume is not None and self.resume.is_pending:
+            self.resume.restored.note_optimizers()
 
     def around_restore_callbacks(self, original: Method) -> None:
         """Let callbacks load their states, also those that fail to load by themselves."""
         self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
         with spikes_restored(self._trainer):
             original()
-        if self.resume is not None:
-            self.resume.note_loaded()
+        if self.resume is not None and self.resume.is_pending and self.resume.position is not None:
+            self.resume.restored.note_loaded()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

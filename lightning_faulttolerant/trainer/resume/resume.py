@@ -37,7 +37,8 @@ from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
-from lightning_faulttolerant.trainer.resume.parameters import RestoredWeights, convert_module, rounded
+from lightning_faulttolerant.trainer.resume.loaded import RestoredState
+from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -129,7 +130,8 @@ class Resume:
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
         self._content = _Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
-        self._weights = RestoredWeights(trainer)
+        self.restored = RestoredState(trainer, self._read_again, wins=choice.is_autosave)
+        """What Lightning restores."""
         self._report: ResumeReport | None = None
         if choice.part is None:
             self._without_our_part(choice.checkpoint or {})
@@ -249,7 +251,7 @@ class Resume:
         if "state_dict" in checkpoint:
             module = self._trainer.lightning_module
             here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-            self._weights.note_masks(checkpoint["state_dict"])
+            self.restored.note_masks(checkpoint["state_dict"])
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
             self._keep_all_bits(checkpoint["state_dict"])
         if "loops" in checkpoint:
@@ -281,22 +283,12 @@ class Resume:
                 "with the Trainer's precision",
             )
 
-    def note_loaded(self) -> None:
-        """Note the weights that Lightning has loaded, before any other code can change them."""
-        is_later = self._trainer.strategy.restore_checkpoint_after_setup
-        if self.position is not None and not is_later:
-            self._weights.note_loaded()
-
-    def _read_weights(self) -> dict[str, object]:
-        """Read the weights again, as they are after `prepare`."""
+    def _read_again(self) -> dict[str, Any]:
+        """Read the checkpoint again, with the weights as they are after `prepare`."""
         checkpoint, instead = load_path(self._path), self._instead
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-        return weights if instead is None else {**weights, **instead.get("buffers", {})}
-
-    def prune(self) -> None:
-        """Prune again what a user's hook had pruned, once the optimizers are loaded."""
-        self._weights.prune()
+        return {**checkpoint, "state_dict": {**weights, **(instead or {}).get("buffers", {})}}
 
     def begin(self) -> None:
         """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.
@@ -446,8 +438,8 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state can't be restored.
         """
-        self.admit(self._weights.put_back(self._read_weights))
-        self._weights.load_masks()
+        self.admit(self.restored.put_back())
+        self._differences.all.not_exact += self.restored.not_exact
         missing = run_state.load_state_dict(Trust(self._options).unpickled(self._content.state, self._path))
         if missing and self._options.strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
@@ -476,6 +468,8 @@ class Resume:
         """
         if not self.is_pending:
             return
+        self.restored.close()
+        self.notes += self.restored.notes
         self._loaders.resumed()
         self._files.settle()
         position = self.position

@@ -24,7 +24,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
-from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead, PartHeader, part_with
+from lightning_faulttolerant.checkpoint.schema import (
+    KEY,
+    PICKLED,
+    REWRITTEN,
+    CheckpointPart,
+    Instead,
+    PartHeader,
+    part_with,
+)
 from lightning_faulttolerant.checkpoint.trust import Packed, pack
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.packing import blob_to_tensor
@@ -55,6 +63,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     make_loadable,
     without_state,
 )
+from lightning_faulttolerant.trainer.resume.loaded import rewritten_in
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
@@ -327,6 +336,7 @@ class CheckpointContents:
                 checkpoint = self._times.timed(lambda: compat.dump_checkpoint(self._trainer))
         finally:
             self.is_dumping = False
+        rewritten = rewritten_in(checkpoint, self._trainer)
         make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
@@ -340,6 +350,7 @@ class CheckpointContents:
             return packed.checkpoint if self._is_sharded else {}
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
+        part[REWRITTEN] = rewritten
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**packed.checkpoint, **safe, KEY: {**part, **own.get(KEY, {})}}
 
