@@ -31,7 +31,6 @@ from lightning_faulttolerant.loader.index_record import RandomStates, moments_st
 from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # of the batches fetched, at most the last one is not trained yet
 _OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
-                  "_way", "_objects", "_plain_values", "_owed", "_begun", "record"})  # fmt: skip
+                  "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -176,7 +175,6 @@ class IterableSide(IterableDataset[Any]):
         self._way: str | None = None
         self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, object]] = []
-        self._begun: ObjectState | None = None
         self.record = IterableRecord()
 
     @property  # type: ignore[misc]
@@ -264,7 +262,7 @@ class IterableSide(IterableDataset[Any]):
         owed = self._objects.as_now(*(moment.objects for moment in moments))
         if record.start is not None:
             self._restore(record.start)
-        self._begun = self._objects.begin_draws()
+        self._objects.begin_draws()
         if record.way == _DATASET:
             self.user_dataset.load_state_dict(plan["state"])
         samples = iter(self.user_dataset)
@@ -337,9 +335,8 @@ class IterableSide(IterableDataset[Any]):
 
     def _put_back(self) -> None:
         """Restore the trained module as it was before samples were drawn that depended on its earlier state."""
-        (owed, self._owed), (begun, self._begun) = (self._owed, []), (self._begun, None)
-        drawn = [self._objects.after_draws(begun)] if owed and begun is not None else []
-        for state in (*owed, *drawn):
+        owed, self._owed = self._owed, []
+        for state in (*owed, *self._objects.after_draws()):
             self._load(state)
 
     def _load(self, objects: Mapping[str, Any] | None) -> None:

@@ -81,6 +81,7 @@ class DatasetObjects:
     def __init__(self, dataset: object) -> None:
         self._roots = {"dataset": dataset}
         self._state = ObjectState(self._roots, COPIES_RULES)
+        self._begun: ObjectState | None = None
         self.is_fed = bool(self._state.things_of(_is_trained))
         if self.is_fed:
             self._state = ObjectState(self._roots, _FED_RULES)
@@ -89,8 +90,7 @@ class DatasetObjects:
 
     def at_start(self) -> dict[str, object]:
         """Return the state that a new iteration depends on; an empty dict if nothing has changed."""
-        state = self._state.state_dict()
-        return state if state[NODES] or state[LOST] else {}
+        return _if_any(self._state.state_dict())
 
     def between(self) -> dict[str, object] | None:
         """Return the state that the next iteration depends on; ``None`` if it is part of the trained module's state."""
@@ -104,15 +104,18 @@ class DatasetObjects:
         """Return the current values to restore after `states` are loaded; nothing if no module is trained."""
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
 
-    def begin_draws(self) -> ObjectState | None:
-        """Return what finds the changes that drawing makes from now on; ``None`` if no module is trained."""
-        return ObjectState(self._roots, _FED_RULES) if self.is_fed else None
+    def begin_draws(self) -> None:
+        """Find what drawing changes from now on, if a module is trained."""
+        self._begun = ObjectState(self._roots, _FED_RULES) if self.is_fed else None
 
-    def after_draws(self, begun: ObjectState) -> dict[str, object]:
+    def after_draws(self) -> list[dict[str, object]]:
         """Return the changes since `begin_draws`, except on weights: those of training are restored."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return []
         modules = [module for module in begun.things_of(_is_trained).values() if isinstance(module, nn.Module)]
         weights = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        return begun.state_dict(without=begun.things_of(lambda value: id(value) in weights))
+        return [begun.state_dict(without=begun.things_of(lambda value: id(value) in weights))]
 
 
 def _is_trained(value: object) -> bool:
