@@ -43,7 +43,6 @@ _BY_VALUE = 2  # the version of marshal's format that depends on values alone
 
 Mark = Callable[[], bool]
 """Returns whether the object is unchanged."""
-_LARGE_BYTES = 1 << 20
 
 
 class Weak(weakref.ref[Any]):
@@ -54,7 +53,7 @@ def hold(value: Any) -> object:
     """Return `value`, or a weak stand-in if it is a large tensor or array."""
     try:
         is_data = is_readable(value) if issubclass(type(value), Tensor) else kinds.is_numpy(value, "ndarray")
-        return Weak(value) if is_data and value.nbytes > _LARGE_BYTES else value
+        return Weak(value) if is_data and value.nbytes > _DATA_BYTES else value
     except Exception:  # noqa: BLE001 - any subclass may raise anything
         return value
 

@@ -58,8 +58,6 @@ class Reloads:
 
     def resume_from(self, last: Mapping[str, Any]) -> None:
         """Repeat these requests, the value of `last` in a checkpoint, when the loaders are requested next."""
-        if NODES in last:  # it was saved before the trainer's values were noted
-            last = {TRAIN: {"trainer": {}, "objects": last}}
         self.last, self._to_repeat = dict(last), dict(last)
 
     @contextmanager

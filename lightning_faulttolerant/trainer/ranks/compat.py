@@ -109,9 +109,7 @@ def saves_shards(strategy: object) -> bool:
     """Return whether a strategy writes a checkpoint as a directory in which each rank has its own files."""
     if isinstance(strategy, ModelParallelStrategy):
         return bool(strategy._save_distributed_checkpoint)
-    if isinstance(strategy, FSDPStrategy):
-        return strategy._state_dict_type == "sharded"
-    return False
+    return isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded"
 
 
 DDP_SEAMS = {
