@@ -43,6 +43,8 @@ PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
 CREATED: Final = "created"
 """The key for the settings with which optimizers and schedulers were created."""
+NOT_EXACT: Final = "not_exact"
+"""The key for the reasons why a run is no longer exact, from all of its resumes so far."""
 REWRITTEN: Final = "rewritten"
 """The key for the names from ``rewritten_in``: what the checkpoint holds in another form than the run."""
 PICKLED: Final = "pickled"
@@ -137,6 +139,7 @@ class _Header(_Origin, _Changes, total=False):
     buckets: Mapping[str, object]
     parent: Mapping[str, object]
     skipped: Mapping[str, list[list[int]]]
+    not_exact: list[str]
 
 
 @final

@@ -28,7 +28,7 @@ BLOBS = "blobs"
 _REFERENCE = "blob"
 # These parts are shown under their own names; the others are shown only with their sizes.
 _SHOWN = (
-    *("version", "world_size", "position", "run", "origin", "inexact", "behind", "skipped"),
+    *("version", "world_size", "position", "run", "origin", "inexact", "behind", "skipped", "not_exact"),
     *("surroundings", "fingerprint"),
 )
 _SIZED = ("ranks", "states", "opaque", "pickled")
@@ -336,7 +336,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
         for place in _items(mapping(part["skipped"]).get(name)):
             if name == "done" or place not in _items(mapping(part["skipped"]).get("done")):
                 yield _line(word, _batch(place))
-    for reason in _items(part["inexact"]):
+    for reason in (*_items(part["not_exact"]), *_items(part["inexact"])):
         yield _line("not exact", reason)
     for path, reason in part["lost"].items():
         yield _line("without", f"{path}: {reason}")

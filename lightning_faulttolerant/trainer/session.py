@@ -9,7 +9,7 @@ from functools import partial
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.checkpoint.schema import MARK, PARENT
+from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
@@ -233,6 +233,7 @@ class Session(AnySession):
                 "surroundings": here,
                 BUCKETS: buckets.state_dict(),
                 **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
+                NOT_EXACT: self._not_exact(),
                 **skipped.header(),
                 **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
@@ -249,6 +250,13 @@ class Session(AnySession):
         """Return what each checkpoint says of the parent, if this run is a branch."""
         parent = None if self._resume is None else self._resume.parent
         return {} if parent is None else {PARENT: parent.state_dict()}
+
+    def _not_exact(self) -> list[str]:
+        """Return why the run is no longer exact. A hook may save before the resume is over."""
+        if self._resume is None:
+            return []
+        report = self._resume.report
+        return report.to_inherit if report is not None else self._resume.owed(NOT_EXACT) or []
 
     def _around_process_dataloader(self, original: Method, loader: object) -> object:
         return self.loaders.process(self._reloads.follow(original(loader)))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_faulttolerant import FaultTolerance
@@ -17,7 +20,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt
 from tests.data_sets import CountingSampler, NoisyDataset, Unsized
 from tests.processes import run
-from tests.runs import fit_net
+from tests.runs import Net, fit_net, make_trainer
 
 ORDER = "order of samples and workers"
 
@@ -129,3 +132,83 @@ def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
     assert ended.exit_code != 0
     assert NotExactError.__name__ in ended.output
     assert "Lost yields other indices than before" in ended.output
+
+
+class Counts(Net):
+    """Counts its batches in a list, if it has one."""
+
+    def __init__(self, *, has_list: bool) -> None:
+        super().__init__()
+        if has_list:
+            self.counts = [0]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if hasattr(self, "counts"):
+            self.counts[0] += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if hasattr(self, "counts"):
+            self.counts[0] += 1
+        super().validation_step(batch, batch_idx)
+
+
+def fits(directory: Path, *faults: Callback, has_list: bool, strict: bool) -> str:
+    """Return the output of a start that is killed if there is a fault."""
+
+    def main() -> None:
+        ours = FaultTolerance(directory, run_id="run", every_n_train_steps=1, strict=strict)
+        fit_net([ours, *faults], directory, module=Counts(has_list=has_list), num_sanity_val_steps=0)
+        print(ours.resume_report)
+
+    ended = run(main)
+    assert ended.exit_code == (-signal.SIGKILL if faults else 0), ended.output
+    return ended.output
+
+
+def validates(directory: Path, *faults: Callback, has_list: bool, strict: bool) -> str:
+    """Do the same for a validation run of its own."""
+
+    def main() -> None:
+        every = timedelta(microseconds=1)
+        ours = FaultTolerance(directory, run_id="run", train_time_interval=every, strict=strict)
+        loader = DataLoader(NoisyDataset(40), batch_size=4)
+        make_trainer([ours, *faults], directory).validate(Counts(has_list=has_list), loader, verbose=False)
+        print(ours.resume_report)
+
+    ended = run(main)
+    assert ended.exit_code == (-signal.SIGKILL if faults else 0), ended.output
+    return ended.output
+
+
+class KillAtValidated(Callback):
+    """Kills the process in a batch of a validation run."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *batch: Any) -> None:
+        if batch[1] == self.batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize(
+    ("starts", "kills", "place"),
+    [
+        (fits, (KillAt(3), KillAt(3), KillAt(2)), "before batch 3 of epoch 0"),
+        (validates, (KillAtValidated(3), KillAtValidated(6), KillAtValidated(8)), "before batch 3 of validate"),
+    ],
+)
+def test_what_is_not_exact_is_inherited(
+    starts: Callable[..., str], kills: tuple[Callback, ...], place: str, is_lost: bool, tmp_path: Path
+) -> None:
+    """Each later resume says since when the run is not exact, once; a run that lost nothing says nothing."""
+    starts(tmp_path, kills[0], has_list=True, strict=True)
+    starts(tmp_path, kills[1], has_list=not is_lost, strict=False)
+    for faults in [kills[2:], ()]:
+        output = starts(tmp_path, *faults, has_list=not is_lost, strict=True)
+        report = output[output.rindex("Resumed ") :]
+        line = rf"NOT EXACT since it resumed {place}: without module\.counts: it no longer exists"
+        assert len(re.findall(line, report)) == is_lost, output
+        assert report.startswith("Resumed NOT EXACTLY" if is_lost else "Resumed exactly"), output

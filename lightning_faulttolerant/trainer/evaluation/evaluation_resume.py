@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.schema import VERSION, CheckpointPart, SavedFingerprint
+from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
 from lightning_faulttolerant.trainer.adapters.state import above_the_bar, begin_evaluation_bar, swap_for_validation
@@ -480,6 +480,7 @@ class EvaluationResume:
             exact=still_exact(parts, not_exact, loaders=(), objects=objects),
             not_exact=not_exact,
             objects=objects,
+            inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
             notes=(
                 *self._comparison.notes,
                 *self._run_state.objects.notes,

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
-from lightning_faulttolerant.checkpoint.schema import MARK
+from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
@@ -156,6 +156,7 @@ class EvaluationSession(AnySession):
                 MARK: mark,
                 "origin": None,
                 "surroundings": here,
+                NOT_EXACT: [] if self.report is None else self.report.to_inherit,
                 "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
             history=beginning.history,

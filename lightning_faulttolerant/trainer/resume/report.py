@@ -55,6 +55,7 @@ class ResumeReport:
         num_validated: How many batches of a validation run, or of an evaluation, had been consumed; ``None`` outside.
         not_exact: The parts that do not, each with the reason.
         objects: The object state that does not, each with the reason.
+        inherited: Why the run has not been exact since an earlier resume.
         notes: Lines that are worth knowing: another machine, other versions.
         seconds: From the choice of the checkpoint until the first batch can be fetched.
     """
@@ -68,18 +69,29 @@ class ResumeReport:
     num_validated: int | None = None
     not_exact: tuple[str, ...] = ()
     objects: tuple[str, ...] = ()
+    inherited: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     seconds: float = 0.0
 
     @property
     def is_exact(self) -> bool:
-        """Return whether everything continues exactly."""
-        return not self.not_exact and not self.objects
+        """Return whether everything continues exactly, and did so at each earlier resume of the run."""
+        return not self.all_not_exact
 
     @property
     def all_not_exact(self) -> tuple[str, ...]:
         """Everything that does not continue exactly, including object state."""
+        return (*self.inherited, *self._own)
+
+    @property
+    def _own(self) -> tuple[str, ...]:
         return (*self.not_exact, *(f"without {line}" for line in self.objects))
+
+    @property
+    def to_inherit(self) -> list[str]:
+        """Why later resumes of the run are not exact. A run may begin with a checkpoint that has no part of ours."""
+        own = (line for line in self._own if line != NO_PART)
+        return [*self.inherited, *(f"since it resumed {self.position}: {line}" for line in own)]
 
     @classmethod
     def load(cls, fields: Mapping[str, object] | None) -> ResumeReport | None:
@@ -91,7 +103,7 @@ class ResumeReport:
 
     @property
     def _verdict(self) -> str:
-        if self.not_exact:
+        if self.not_exact or self.inherited:
             return " NOT EXACTLY"
         number = len(self.objects)
         return f", except for {number} object{'s' if number > 1 else ''}," if number else " exactly"
@@ -102,7 +114,7 @@ class ResumeReport:
             f"  from      {self.path}",
             f"  exact     {', '.join(self.exact)}",
         ]
-        lines += [f"  NOT EXACT {line}" for line in self.not_exact]
+        lines += [f"  NOT EXACT {line}" for line in (*self.inherited, *self.not_exact)]
         lines += [f"  WITHOUT   {line}" for line in self.objects]
         lines += [f"  note      {line}" for line in self.notes]
         return "\n".join(lines)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.checkpoint.schema import CREATED, PARENT, VERSION, CheckpointPart, Instead
+from lightning_faulttolerant.checkpoint.schema import CREATED, NOT_EXACT, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
@@ -484,6 +484,7 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
             objects=without,
+            inherited=tuple(self.owed(NOT_EXACT) or ()),
             notes=(*notes, *self.notes, *self._files.notes, *(f"changed on this branch: {line}" for line in branched)),
             seconds=time.monotonic() - self._began,
         )
