@@ -7,6 +7,7 @@ the import is fast.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -76,6 +77,19 @@ class LazyDataset(NoisyDataset):
         if getattr(self, "rng", None) is None:
             self.rng = np.random.default_rng(0)
         return super().__getitem__(index) + self.rng.normal()
+
+
+class LocalDataset(LazyDataset):
+    """Creates a generator in each thread on first use."""
+
+    def __init__(self) -> None:
+        super().__init__(has_attribute=False)
+        self.local = threading.local()
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not hasattr(self.local, "rng"):
+            self.local.rng = np.random.default_rng(0)
+        return NoisyDataset.__getitem__(self, index) + self.local.rng.normal()
 
 
 class Jitter:

@@ -19,6 +19,7 @@ import pathlib
 import random
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections import deque
@@ -340,6 +341,8 @@ def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
 @once_per_kind
 def has_dict(kind: type) -> bool:
     """Return whether objects of a class have a ``__dict__`` that Python code can read; asyncio's tasks have none."""
+    if issubclass(kind, threading.local):
+        return True
     return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
 
 
@@ -347,7 +350,8 @@ def own_dict(value: object) -> dict[str, object] | None:
     """Return the ``__dict__`` of an object directly, without running code of its class."""
     if not has_dict(type(value)) or isinstance(value, type):
         return None
-    found: dict[str, object] = object.__getattribute__(value, "__dict__")
+    kind = threading.local if isinstance(value, threading.local) else object  # of one, the attributes in this thread
+    found: dict[str, object] = kind.__getattribute__(value, "__dict__")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from tests.data_sets import (
     HoldingDataset,
     LazyDataset,
+    LocalDataset,
     NoisyCollate,
     NoisyDataset,
     PythonShuffle,
@@ -60,14 +62,14 @@ def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
 
 
 @each_num_workers
-@pytest.mark.parametrize("has_attribute", [True, False])
-def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
+@pytest.mark.parametrize(
+    "make_dataset", [lambda: LazyDataset(has_attribute=True), lambda: LazyDataset(has_attribute=False), LocalDataset]
+)
+def test_made_when_first_used(num_workers: int, make_dataset: Callable[[], NoisyDataset]) -> None:
     """A generator that a data set creates on first use continues, though the new process does not have one yet."""
     assert_continues(
         FIRST_EPOCH,
-        train=lambda: DataLoader(
-            LazyDataset(has_attribute=has_attribute), batch_size=4, shuffle=True, num_workers=num_workers
-        ),
+        train=lambda: DataLoader(make_dataset(), batch_size=4, shuffle=True, num_workers=num_workers),
     )
 
 

@@ -19,6 +19,7 @@ import mmap
 import pathlib
 import re
 import sys
+import threading
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -255,7 +256,7 @@ def is_walked(value: object) -> bool:
 @once_per_kind
 def _is_walked_kind(kind: type) -> bool:
     module = kind.__module__ or ""
-    if kind is Namespace:
+    if kind in (Namespace, threading.local):
         return True
     if module.startswith(_OWN):
         return False
@@ -350,9 +351,7 @@ def attributes(value: object) -> dict[str, object]:
 
 def dict_of(value: Any) -> Mapping[str, object]:
     """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
-    is_namespace = isinstance(value, Namespace)
-    found: Mapping[str, object] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
-    return found
+    return vars(value.owner) if isinstance(value, Namespace) else own_dict(value) or {}
 
 
 @once_per_kind

@@ -81,7 +81,7 @@ BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, c
                                                             set, frozenset, type(None), deque, Counter, OrderedDict,
                                                             defaultdict)}  # fmt: skip
 _HARMLESS = frozenset({"argparse:Namespace", "collections:UserDict", "collections:UserList", "collections:UserString",
-                       "types:SimpleNamespace"})  # fmt: skip
+                       "types:SimpleNamespace", "_thread:_local"})  # fmt: skip
 _OF_LIBRARIES = ("torch", "torch.nn.functional", "numpy", "math")  # their functions don't say where they are found
 _FILES = ("from_file", "fromfile", "load", "save")
 _PYTHONS = sys.stdlib_module_names - {"__main__"}

@@ -15,6 +15,7 @@ import logging
 import math
 import operator
 import sys
+import threading
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -409,7 +410,7 @@ class Unchanged:
     def _takes(self, node: Node) -> bool:
         """Include an object in the common comparison; return whether that is possible."""
         value, kind = node.value, type(node.value)
-        if node.holds_weakly:
+        if node.holds_weakly or isinstance(value, threading.local):
             return False
         if node.mark is not None:
             found = self._dicts if kind in _MAPPINGS else self._sequences if kind in _SEQUENCES else self._others
