@@ -93,6 +93,12 @@ def buffers_of(module: nn.Module, *, persistent: bool | None = None) -> dict[str
     return {name: buffer for name, buffer in buffers.items() if (name not in left_out) == persistent}
 
 
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that belong to the ``state_dict``: parameters and persistent buffers, by name."""
+    parameters = {name: one for name, one in module.named_parameters() if not is_lazy(one)}
+    return {**parameters, **buffers_of(module, persistent=True)}
+
+
 def _non_persistent(module: nn.Module) -> Iterator[str]:
     # torch has no public way to get this; a state_dict shows it, but runs the users' hooks and takes 100 times as long.
     for prefix, child in module.named_modules():
@@ -147,8 +153,8 @@ def room_for(value: Tensor, owner: nn.Module, module: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Copy `state` into the module's buffers in place; return the names that have no buffer of that shape."""
-    buffers = {name: shard_of(buffer) for name, buffer in buffers_of(module).items()}
+    """Copy `state` into the module's buffers and parameters in place; return the names of others, or other shapes."""
+    buffers = {name: shard_of(one) for name, one in {**weights_of(module), **buffers_of(module)}.items()}
     missing = [name for name, value in state.items() if name not in buffers or buffers[name].shape != value.shape]
     for name in state.keys() - set(missing):
         buffers[name].copy_(state[name])
@@ -182,10 +188,15 @@ def extra_state(module: nn.Module) -> dict[str, object]:
 
     Empty, without a call, if no module adds any: a call runs users' code.
     """
-    if not any(_adds_to_state_dict(child) for child in module.modules()):
+    if not has_own_state_dict(module):
         return {}
     known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {key: copy.deepcopy(value) for key, value in module.state_dict().items() if key not in known}
+
+
+def has_own_state_dict(module: nn.Module) -> bool:
+    """Return whether code of other classes than torch's may change what the ``state_dict`` has."""
+    return any(_adds_to_state_dict(child) for child in module.modules())
 
 
 def _adds_to_state_dict(module: nn.Module) -> bool:

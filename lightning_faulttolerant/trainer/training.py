@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.state.tensors import has_own_state_dict
 from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, begin_next_bar
@@ -33,7 +34,7 @@ from lightning_faulttolerant.trainer.position import (
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.autosave import Checkpointer
-from lightning_faulttolerant.trainer.save.contents import MODULE
+from lightning_faulttolerant.trainer.save.contents import MODULE, overrides_save_hook
 from lightning_faulttolerant.trainer.save.run_state import VALIDATION_RUN, RunState, named_callbacks
 from lightning_faulttolerant.trainer.sections import Supervision
 from lightning_faulttolerant.trainer.steps.skipped_batches import SkippedBatches
@@ -236,6 +237,8 @@ class Training:
         run_state = self.checkpointer.run_state
         run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
         run_state.objects.begin()
+        if overrides_save_hook(self._trainer) or has_own_state_dict(self._trainer.lightning_module):
+            run_state.left_out.begin()
         if self._resume is not None and self._resume.is_after_the_end:
             self._resume.continue_after_the_end()
             self._resume.restore(run_state)

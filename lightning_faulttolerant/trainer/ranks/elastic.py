@@ -381,4 +381,4 @@ class Resized:
             trainer.val_check_batch = kept
 
 
-_OF_RANK_0 = ("buffers", "began", "shown", "flags", "callbacks", "trainer", "files", "objects")
+_OF_RANK_0 = ("buffers", "began", "left_out", "shown", "flags", "callbacks", "trainer", "files", "objects")

@@ -15,13 +15,13 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_faulttolerant.state.reachable import names_in_libraries
-from lightning_faulttolerant.state.tensors import buffers_of, is_readable, mark_of, sums_of_bits
+from lightning_faulttolerant.state.tensors import is_readable, mark_of, sums_of_bits, weights_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import OwnMasks
 from lightning_faulttolerant.trainer.patches import Method, Patches, is_users_function
@@ -270,7 +270,7 @@ class RestoredState:
             return
         kept = {name for name, kind in _OF_RUN.items() if isinstance(checkpoint.get(name), kind)} - {*rewritten}
         # A hook may translate the weights of another version of the module.
-        weights, here = checkpoint.get("state_dict", {}), _weights(self._trainer.lightning_module)
+        weights, here = checkpoint.get("state_dict", {}), weights_of(self._trainer.lightning_module)
         fits = {name for name in weights.keys() & here.keys() if weights[name].shape == here[name].shape}
 
         def keep(path: Path) -> bool:
@@ -308,7 +308,7 @@ class RestoredState:
             lambda: held, keep=lambda path: len(path) == 1 or path[1] in names[path[0]]
         )
         if not self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded them
-            self._parts[_WEIGHTS] = LoadedValues(lambda: _weights(self._trainer.lightning_module))
+            self._parts[_WEIGHTS] = LoadedValues(lambda: weights_of(self._trainer.lightning_module))
 
     def note_optimizers(self) -> None:
         """Note what Lightning has loaded, with the user's own masks. The last call counts: a finder loads others."""
@@ -379,7 +379,7 @@ def rewritten_in(checkpoint: Mapping[str, Any], trainer: Trainer) -> list[str]:
         checkpoint: A dump of Lightning's.
         trainer: The trainer of the fit.
     """
-    weights, saved = _weights(trainer.lightning_module), checkpoint.get("state_dict", {})
+    weights, saved = weights_of(trainer.lightning_module), checkpoint.get("state_dict", {})
     live = {"state_dict": weights, "optimizer_states": _training(trainer)["optimizers"]}
     dumped = {**checkpoint, "state_dict": {name: saved[name] for name in weights if name in saved}}
     return [name for name, one in live.items() if not _marks(dumped.get(name)) <= _marks(one)]
@@ -388,10 +388,6 @@ def rewritten_in(checkpoint: Mapping[str, Any], trainer: Trainer) -> list[str]:
 def _marks(values: object) -> set[object]:
     found = (value for _, value in _walk(values, lambda path: True) if isinstance(value, Tensor))
     return {mark_of(tensor) for tensor in found if tensor.numel()}
-
-
-def _weights(module: LightningModule) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **buffers_of(module, persistent=True)}
 
 
 def _training(trainer: Trainer) -> dict[str, list[object]]:

@@ -33,7 +33,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.gather import SHARED
+from lightning_faulttolerant.trainer.ranks.gather import BUFFERS, SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups
@@ -42,6 +42,7 @@ from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
+from lightning_faulttolerant.trainer.save.left_out import load_left_out
 from lightning_faulttolerant.trainer.settings import Options
 
 # Those that the user has not chosen: they stand in for Lightning's default during a fit.
@@ -209,6 +210,7 @@ class Restoring:
         with spikes_restored(self._trainer):
             original()
         if self.resume is not None and self.resume.is_pending and self.resume.position is not None:
+            load_left_out(self._trainer, self.resume.saved(BUFFERS))
             self.resume.restored.note_loaded()
 
 

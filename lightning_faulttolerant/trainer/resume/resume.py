@@ -288,7 +288,7 @@ class Resume:
         checkpoint, instead = load_path(self._path), self._instead
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-        return {**checkpoint, "state_dict": {**weights, **(instead or {}).get("buffers", {})}}
+        return {**checkpoint, "state_dict": {**weights, **(instead or {}).get("buffers", {}), **self.saved("buffers")}}
 
     def begin(self) -> None:
         """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.

@@ -303,7 +303,11 @@ class CheckpointContents:
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         inexact = save.inexact if save.is_of_one_rank else (*save.inexact, *self._replicas.why_not_exact())
-        part = self._part_of_all(ranks, save.position, save.state, checkpoint, save.instead)
+        # The module's own hook comes later and may drop weights. Storages that the file has twice are written once.
+        is_last = type(self._trainer.lightning_module).on_save_checkpoint is LightningModule.on_save_checkpoint
+        captured = {} if save.instead is None else save.instead["buffers"]
+        state = self._run_state.with_left_out(save.state, checkpoint if is_last else {}, captured)
+        part = self._part_of_all(ranks, save.position, state, checkpoint, save.instead)
         if part is not None:
             checkpoint[KEY] = part
             part["behind"], part["inexact"] = list(save.pending), list(inexact)
@@ -345,6 +349,7 @@ class CheckpointContents:
         self.packed = Packed({}, *packed[1:])  # without the checkpoint, which need not stay in memory
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
         content = {**packed.checkpoint, **own}
+        state = self._run_state.with_left_out(state, checkpoint)
         part = self._part_of_all(ranks or self._ranks, position, state, content, times=times)
         if part is None:
             return packed.checkpoint if self._is_sharded else {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,6 +66,7 @@ from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.resume.parameters import held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
+from lightning_faulttolerant.trainer.save.left_out import LEFT_OUT, LeftOut
 from lightning_faulttolerant.trainer.settings import Options
 
 
@@ -228,6 +230,7 @@ class RunState:
         self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
         self.kinds_of_buffers = kinds_of_buffers(trainer.lightning_module)
         """The kind of each buffer that the module began with, by its name."""
+        self.left_out = LeftOut(trainer)
         roots = {
             "module": trainer.lightning_module,
             "datamodule": compat.datamodule(trainer),
@@ -282,13 +285,33 @@ class RunState:
         objects = self.objects.state_dict(IN_VALIDATION, {}) if taken is None else taken[OBJECTS]
         return frozenset(objects.get(LOST, ())) | frozenset(self.objects.live)
 
+    def with_left_out(
+        self,
+        state: Mapping[str, Any],
+        checkpoint: Mapping[str, Any],
+        captured: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Mapping[str, Any]:
+        """Return a state with the weights that a checkpoint lacks.
+
+        Args:
+            state: The state of this rank.
+            checkpoint: Lightning's checkpoint, as users leave it.
+            captured: The buffers at the instant of the state, if they have changed since.
+        """
+        weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+        carried, sums = self.left_out.found(weights)
+        if not state or not (carried or sums):
+            return state
+        carried = {name: captured.get(name, one) for name, one in carried.items()}
+        return {**state, LEFT_OUT: sums, "buffers": {**state["buffers"], **carried}}
+
     def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
         """Restore the parts in `state`.
 
         Returns:
             A line for each thing that could not be restored.
         """
-        missing = []
+        missing = self.left_out.others(state)
         for part in reversed(PARTS):
             if part.load_state_dict is not None and part.name in state:
                 lost = part.load_state_dict(self, state) or ()
@@ -364,7 +387,9 @@ def _buffers_state(run: RunState, at: _Moment) -> dict[str, Any]:
 def _load_buffers(run: RunState, state: Mapping[str, Any]) -> list[str]:
     began = state.get("began", {}).get("buffers", {})
     make_room(run.module, state["buffers"], began=began, here=run.kinds_of_buffers)
-    return load_buffers(run.module, state["buffers"])
+    missing = load_buffers(run.module, state["buffers"])
+    run.left_out.carry(state["buffers"])
+    return missing
 
 
 def _load_gradients(run: RunState, state: Mapping[str, Any]) -> None:
@@ -412,7 +437,7 @@ PARTS = (
     _of_trainer("results", "logged values", results_state, load_results),
     _of_module("metrics", "metrics", metrics_state, load_metrics),
     _of_module("shown", "", shown_state, load_shown),
-    Part("buffers", "buffers outside the state_dict", _buffers_state, _load_buffers),
+    Part("buffers", "tensors outside the state_dict", _buffers_state, _load_buffers),
     Part("began", "", lambda run, at: {"buffers": run.kinds_of_buffers}, None),  # for `_load_buffers`
     Part(
         "gradients",
