@@ -351,7 +351,7 @@ class Resume:
         """
         if reasons and self._options.strict:
             raise NotExactError(
-                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Leave it out, or pass strict=False."
+                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Undo this, or pass strict=False."
             )
         for reason in reasons:
             _log.warning("%s can't be resumed exactly: %s", self._path, reason)
@@ -441,9 +441,7 @@ class Resume:
         self.admit(self.restored.put_back())
         self._differences.all.not_exact += self.restored.not_exact
         missing = run_state.load_state_dict(Trust(self._options).unpickled(self._content.state, self._path))
-        if missing and self._options.strict:
-            raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
-        self._differences.all.not_exact += missing
+        self.admit([*missing, *(run_state.objects_not_restored if self._options.strict else ())])
         if self._differences.applied is not None:
             self._differences.applied.apply_window()
         self.notes = [*self.notes, *run_state.objects.notes]

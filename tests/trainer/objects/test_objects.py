@@ -134,6 +134,15 @@ def test_attribute_that_is_gone_is_named(tmp_path: Path) -> None:
     assert module.statistics.total == 5.0
 
 
+def test_what_only_the_load_finds_is_refused(tmp_path: Path) -> None:
+    """State that a strict resume can't restore is an error, also if the save could carry it."""
+    path = save(tmp_path, Holder(Statistics))
+    module = Holder(Statistics)
+    del module.counts
+    with pytest.raises(NotExactError, match=r"module\.counts: it no longer exists"):
+        fit(tmp_path, module, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
+
+
 class Turns(Net):
     """Alternates its values with an iterator, which can't be copied."""
 
