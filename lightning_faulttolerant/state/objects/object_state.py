@@ -96,10 +96,18 @@ class ObjectState:
         nodes = {path: self._graph.nodes[path] for path in paths}
         return Unchanged(nodes, lambda node: bool(self._parts_changed(node)))
 
-    def carry(self, changed: Mapping[str, set[str]]) -> None:
-        """Always carry these parts, even when they stop changing: the result of `changed` from another baseline."""
+    def carry(self, changed: Mapping[str, set[str]], *, without: Iterable[object] = ()) -> None:
+        """Always carry these parts, even when they stop changing: the result of `changed` from another baseline.
+
+        Args:
+            changed: The parts.
+            without: Objects that a checkpoint can't carry. An attribute that has one of them is as it was made.
+        """
+        ids = {id(one) for one in without}
         for path, parts in changed.items():
-            self._always.setdefault(path, set()).update(parts)
+            now = kinds.attributes(self._graph.nodes[path].value) if ids and path in self._graph.nodes else {}
+            kept = {part for part in parts if part not in now or id(now[part]) not in ids}
+            self._always.setdefault(path, set()).update(kept)
 
     def carry_copies(self, tensors: Iterable[Tensor]) -> None:
         """Carry the tensors that are copies of one of `tensors`, even if they never change.
@@ -122,13 +130,14 @@ class ObjectState:
         """The paths of all objects that can change, the nearest first."""
         return list(self._graph.nodes)
 
-    def not_known(self, roots: Mapping[str, object]) -> list[object]:
-        """Return the containers and tensors that did not exist at the baseline, except large ones, which are data."""
+    def not_known(self, roots: Mapping[str, object]) -> tuple[list[object], list[object]]:
+        """Return the objects that did not exist at the baseline: those that are searched, and the opaque ones."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
-        nodes = (node.value for node in now.nodes.values())
-        found = (value for value in (*nodes, *now.recorded(self._graph)) if not self._graph.is_met(value))
-        kept = (value for value in found if kinds.is_container(value) or isinstance(value, Tensor))
-        return [value for value in kept if kinds.num_items(value) <= _MANY_ITEMS]
+        searched = [node.value for node in now.nodes.values()] + list(now.recorded(self._graph))
+        ids = {id(value) for value in searched}
+        opaque = [value for value in map(held, now.things.values()) if id(value) not in ids]
+        found = ([one for one in all_of if not self._graph.is_met(one)] for all_of in (searched, opaque))
+        return next(found), next(found)
 
     def forget(self, values: Iterable[object]) -> None:
         """Treat objects as new: a value that refers to one carries it whole."""
@@ -348,6 +357,11 @@ def _is_constant(tensor: Tensor) -> bool:
 
 def _may_be_filled(value: Any) -> bool:
     return isinstance(value, deque) or kinds.num_items(value) <= _MANY_ITEMS
+
+
+def is_no_data(value: object) -> bool:
+    """Return whether an object is a tensor or a container with few items."""
+    return (kinds.is_container(value) or isinstance(value, Tensor)) and kinds.num_items(value) <= _MANY_ITEMS
 
 
 def _holder_of(path: str) -> str:

@@ -28,7 +28,7 @@ from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, is_no_data
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
@@ -112,11 +112,15 @@ class _SanityCheck:
         before: The state before the check, during the check.
         changed: The names of the attributes that it has changed, by path.
         made: The objects that it has created.
+        opaque: Those that it has created and that a checkpoint can't carry: handles, files.
+        of_loaders: Those of `made` that the loaders' hooks have created, during the check.
     """
 
     before: ObjectState | None = None
     changed: Mapping[str, set[str]] = field(default_factory=dict)
     made: list[object] = field(default_factory=list)
+    opaque: list[object] = field(default_factory=list)
+    of_loaders: list[object] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,14 +180,28 @@ class Objects:
 
     def before_sanity_check(self) -> None:
         """Note the state before the sanity check, which a resumed run does not repeat."""
-        self._sanity_check.before = self._state_of(self._roots.all)
+        if not self._manual:
+            self._sanity_check.before = self._state_of(self._roots.all)
+
+    def set_up_loaders(self, set_up: Callable[[], None]) -> None:
+        """Set up loaders. Each process creates again the data that their hooks create before the sanity check ends."""
+        known = self._new_since_sanity_check()
+        ids = {id(one) for one in known}
+        set_up()
+        self._sanity_check.of_loaders += [one for one in self._new_since_sanity_check() if id(one) not in ids]
+
+    def _new_since_sanity_check(self) -> list[object]:
+        before = self._sanity_check.before
+        return [] if before is None else before.not_known(self._roots.all())[0]
 
     def after_sanity_check(self) -> None:
         """Note the changes that the sanity check has made."""
         before = self._sanity_check.before
         if before is not None:
-            made = before.not_known(self._roots.all()) if not self._manual else []
-            self._sanity_check = _SanityCheck(changed=before.changed, made=made)
+            data = {id(one) for one in self._sanity_check.of_loaders if not is_no_data(one)}
+            made, opaque = before.not_known(self._roots.all())
+            made = [one for one in made if id(one) not in data]
+            self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque)
 
     def tell_drawn(self) -> None:
         """Report, at the first start, what the script may have drawn without a seed."""
@@ -201,9 +219,9 @@ class Objects:
         state = self._state_of(lambda: {**self._of_loaders(), **self._roots.all()})
         module = self._roots.module
         self._baseline = _Baseline(state=state, structure=None if self._manual else Structure(module))
-        state.carry(self._sanity_check.changed)
+        state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)
-        self._sanity_check.made = []
+        self._sanity_check = _SanityCheck()
         state.carry_copies((*module.parameters(), *module.buffers()))
         for path in state.things_of(is_loader_iterator):
             if is_global(path):

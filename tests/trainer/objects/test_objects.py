@@ -143,6 +143,45 @@ def test_what_only_the_load_finds_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, module, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
 
 
+class First(Net):
+    """Keeps what its first validation step creates, and what its loader's hook creates."""
+
+    first: Tensor | None = None
+    listed: list[int] | None = None
+
+    def val_dataloader(self) -> Any:
+        self.data = torch.rand(100_000)
+        return DataLoader(NoisyDataset(4), batch_size=4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(20), batch_size=4)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.first is None:
+            self.first, self.listed = torch.rand(4096), torch.randint(9, (4096,)).tolist()
+        super().validation_step(batch, batch_idx)
+
+
+def test_what_the_sanity_check_creates_continues(tmp_path: Path) -> None:
+    """It continues, whatever its size: a resumed run has no sanity check. Data of a loader's hook are not saved."""
+
+    def fit(module: First, *callbacks: Callback, **arguments: Any) -> None:
+        make_trainer([*callbacks], tmp_path, max_epochs=1, num_sanity_val_steps=1).fit(module, **arguments)
+
+    first, again, path = First(), First(), tmp_path / "saved.ckpt"
+    fit(first, FaultTolerance(tmp_path / "first"), SavesAt(path))
+    assert path.stat().st_size < 200_000
+    protected = FaultTolerance(tmp_path / "second")
+    torch.manual_seed(2)
+    fit(again, protected, ckpt_path=path)
+    assert protected.resume_report is not None
+    assert protected.resume_report.is_exact
+    assert first.first is not None
+    assert again.first is not None
+    assert torch.equal(again.first, first.first)
+    assert again.listed == first.listed
+
+
 class Turns(Net):
     """Alternates its values with an iterator, which can't be copied."""
 
