@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Mapping
 from types import FrameType
+from typing import Final
 
-NOTICE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""The default notice of SLURM and Lightning; ``None`` if the system does not have this signal."""
+NOTICE: Final = signal.SIGUSR1
+"""The default notice of SLURM and Lightning."""
 _WAIT_SECONDS = 25.0
 """How long after the notice a fit may begin, if the end of the job is not known."""
 _RESERVE_SECONDS = 10.0
@@ -55,7 +56,7 @@ class EarlySignals:
             environment: The environment of the process.
             fit_follows: Whether a fit may follow soon. Before it, the main thread waits in C until all ranks are there.
         """
-        if NOTICE is None or not _is_task_of_slurm(environment) or _is_child_of_multiprocessing():
+        if not _is_task_of_slurm(environment) or _is_child_of_multiprocessing():
             return
         if threading.current_thread() is not threading.main_thread():
             return
@@ -74,7 +75,7 @@ class EarlySignals:
         if timer is not None:
             timer.cancel()
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and NOTICE is not None and signal.getsignal(NOTICE) == self._handle:
+        if is_main and signal.getsignal(NOTICE) == self._handle:
             signal.signal(NOTICE, signal.SIG_DFL)
         if is_main and self._pipe is not None:
             self._end_to_look()
@@ -91,7 +92,7 @@ class EarlySignals:
         Its autosaves are removed now: a notice that ended it would queue the job again, to train from the beginning.
         """
         is_main = threading.current_thread() is threading.main_thread()
-        if NOTICE is None or not is_main or not _is_task_of_slurm(os.environ):
+        if not is_main or not _is_task_of_slurm(os.environ):
             return
         if signal.getsignal(NOTICE) in (signal.SIG_DFL, self._handle):
             signal.signal(NOTICE, signal.SIG_IGN)
@@ -109,7 +110,7 @@ class EarlySignals:
 
     def _is_ours(self) -> bool:
         """Return whether our handler is set, and not one that the script has set since."""
-        return NOTICE is not None and signal.getsignal(NOTICE) == self._handle
+        return signal.getsignal(NOTICE) == self._handle
 
     def _note(self, at: float, unknown_seconds: float) -> None:
         self.noted_at = at
@@ -120,7 +121,6 @@ class EarlySignals:
 
     def _end(self, timer: threading.Timer) -> None:
         """End the process from the timer's thread: by its signal, or hard if the main thread does not handle it."""
-        assert NOTICE is not None
         if self._timer is not timer or not self._is_ours():
             return
         os.kill(os.getpid(), NOTICE)
@@ -177,7 +177,6 @@ def end_by_notice(reason: str = "") -> None:
     Args:
         reason: The reason to print to stderr.
     """
-    assert NOTICE is not None
     if reason:
         _say(f"{_ENDS} {reason}")
     signal.signal(NOTICE, signal.SIG_DFL)

@@ -286,7 +286,7 @@ def _is_inside(root: Path, path: Path) -> bool:
 
 def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
     with open(path, "rb") as file:
-        if fsync and os.name != "nt":  # Windows can't do it on a file that is open for reading only
+        if fsync:
             os.fsync(file.fileno())
         size_bytes, crc32 = _sum_stream(file, os.fstat(file.fileno()).st_size)
         found_bytes = os.fstat(file.fileno()).st_size

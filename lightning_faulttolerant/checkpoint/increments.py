@@ -179,18 +179,12 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _are_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Compare two tensors of bytes, of the same length and on the CPU. It is twice as fast as ``torch.equal``."""
-    compare = _memcmp()
-    if compare is None:
-        return torch.equal(left, right)
-    return compare(left.data_ptr(), right.data_ptr(), len(left)) == 0
+    return _memcmp()(left.data_ptr(), right.data_ptr(), len(left)) == 0
 
 
 @functools.cache
-def _memcmp() -> Callable[[int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None).memcmp
-    except (OSError, AttributeError, TypeError):  # Windows has it elsewhere
-        return None
+def _memcmp() -> Callable[[int, int, int], int]:
+    found = ctypes.CDLL(None).memcmp
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
     return cast("Callable[[int, int, int], int]", found)
 

@@ -65,17 +65,14 @@ def states_in(part: object) -> Mapping[str, Any] | None:
     return states if isinstance(states, Mapping) and {INDEX, DATA} <= states.keys() else None
 
 
-class _RequiredPosition(TypedDict):
+@final
+class SavedPosition(TypedDict):
+    """Where a checkpoint was taken: the arguments of `TrainerPosition`."""
+
     where: str
     epoch: int
     batch: int
     global_step: int
-
-
-@final
-class SavedPosition(_RequiredPosition, total=False):
-    """Where a checkpoint was taken: the arguments of `TrainerPosition`."""
-
     hook: str
     validation_batch: int | None
 

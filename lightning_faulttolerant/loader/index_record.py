@@ -206,7 +206,7 @@ class IndexPlan:
 
     @property
     def digest(self) -> Digest | None:
-        """The digest of all that was handed out; ``None`` in a checkpoint of an older version."""
+        """The digest of all that was handed out; ``None`` if the states at the start determine the order."""
         return self.digests[-1] if self.digests else None
 
     @property

@@ -168,8 +168,7 @@ class Chain:
 
         restore(self.start)
         batches: Iterator[object] = iter(())
-        late = state.get("first", [{}] * len(state["runs"]))  # older checkpoints have none
-        begun = zip(state["runs"], state["objects"], late, strict=True)
+        begun = zip(state["runs"], state["objects"], state["first"], strict=True)
         for number, ((num_out, has_ended), objects, first) in enumerate(begun):
             if number:
                 load_objects(objects)

@@ -136,7 +136,6 @@ class _SetEpoch:
 
 
 _VERSION = 2
-_READ = (1, _VERSION)
 _DISTRIBUTED = " over DistributedSampler"  # also Fabric's wrapper of a user's sampler
 
 
@@ -214,10 +213,10 @@ class LoaderRun:
             ValueError: If it is not a state of a loader.
         """
         state = _unpacked(state_dict)
-        if state.get("version") not in _READ:
+        if state.get("version") != _VERSION:
             raise NotExactError(
                 f"The state of a ResumableDataLoader has version {state.get('version')}, but this package reads "
-                f"versions up to {_VERSION}. Install the version that saved it."
+                f"version {_VERSION}. Install the package that saved it."
             )
         _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
         self._abandon()
@@ -444,11 +443,10 @@ def to_json(state: Mapping[str, object]) -> dict[str, Any]:
 
 
 def from_json(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state in `packed`, which `to_json` returned, or, in an older version, `pack_blobs`."""
-    data = packed[POOL]["data"]
-    if isinstance(data, str):
-        packed = {**packed, POOL: {**packed[POOL], "data": blob_to_tensor(base64.b64decode(data))}}
-    return {name: _decoded(part) for name, part in unpack_blobs(packed).items()}
+    """Return the state in `packed`, a result of `to_json`."""
+    data = blob_to_tensor(base64.b64decode(packed[POOL]["data"]))
+    pooled = {**packed, POOL: {**packed[POOL], "data": data}}
+    return {name: _decoded(part) for name, part in unpack_blobs(pooled).items()}
 
 
 def _encoded(value: object) -> Any:

@@ -110,7 +110,7 @@ class GuardedSamples:
 
 WorkerState = dict[str, Any]
 
-_IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,9 +344,8 @@ def _held_generators(dataset: object, collate_fn: Callable[[object], object]) ->
 def _handle_signals(ring: WorkerRing, worker: int) -> None:
     # A scheduler or a terminal also signals the workers. The main process still needs them to finish its batch, so
     # they exit only when it tells them to.
-    for name in _IGNORED_SIGNALS:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for ignored in _IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
 
     def end_if_closing(*_: object) -> None:
         if ring.is_closing(worker):

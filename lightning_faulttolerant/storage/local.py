@@ -137,8 +137,6 @@ def fsync_directory(directory: Path) -> None:
     Raises:
         OSError: If the disk reports an error. A file system without this operation is not an error.
     """
-    if os.name == "nt":  # Windows can't open a directory as a file.
-        return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -190,18 +190,12 @@ def describe_holder(directory: Path | str, hostname: str, process_id: int | None
     )
 
 
-if sys.platform != "win32":
-    import fcntl
-
-
 def try_lock(descriptor: int) -> bool:
     """Lock an open file, and return False if another process holds it.
 
     Raises:
-        OSError: If the file system, or the operating system, can't lock.
+        OSError: If the file system can't lock.
     """
-    if sys.platform == "win32":
-        raise OSError(errno.ENOTSUP, "Windows has no POSIX locks")
     try:
         # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
         # that was killed with SIGKILL. They would keep holding a flock. A record lock belongs to the process.

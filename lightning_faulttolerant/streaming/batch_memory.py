@@ -162,12 +162,11 @@ def free_parts_of_ended_children() -> None:
                 memory.leave_to_parent(of_memory)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_keep_before_fork,
-        after_in_parent=functools.partial(_close_after_fork, _ends_of_children),
-        after_in_child=_forget_in_child,
-    )
+os.register_at_fork(
+    before=_keep_before_fork,
+    after_in_parent=functools.partial(_close_after_fork, _ends_of_children),
+    after_in_child=_forget_in_child,
+)
 
 
 @final

@@ -103,8 +103,7 @@ def _leave_before_fork() -> None:
         numbers.leave()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_leave_before_fork)
+os.register_at_fork(before=_leave_before_fork)
 
 
 class NumDrawn:

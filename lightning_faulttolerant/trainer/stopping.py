@@ -254,7 +254,6 @@ class Stopping:
 
     def _note_early(self, noted_at: float, requeue_signal: signal.Signals | None) -> None:
         """Stop for a notice that came before the fit. If no stop is requested for it, end as without this package."""
-        assert NOTICE is not None
         if NOTICE not in (requeue_signal, *self._options.signals):
             end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment names it.")
         reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)

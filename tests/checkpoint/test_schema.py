@@ -19,7 +19,14 @@ def whole() -> dict[str, Any]:
     return {
         "version": VERSION,
         "world_size": 1,
-        "position": {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1},
+        "position": {
+            "where": "boundary",
+            "epoch": 0,
+            "batch": 1,
+            "global_step": 1,
+            "hook": "",
+            "validation_batch": None,
+        },
         "origin": None,
         "surroundings": {},
         "fingerprint": {"loaders": {}},

@@ -2,8 +2,8 @@
 
 A lock lets only one process of a machine at a time fetch a shard. A process that dies in any way releases its locks. A
 lock only saves work. Published files are complete without it, because publishing is one ``os.replace``. Where a file
-system can't lock (some network file systems), and on Windows, each process fetches for itself. A forked child, above
-all a data-loading worker, holds no locks.
+system can't lock (some network file systems), each process fetches for itself. A forked child, above all a data-loading
+worker, holds no locks.
 
 A mark is this machine's record of a shard. A file is trusted unread if it is the same file that was checked: its inode,
 size, and times are those of its mark, and the machine has not been restarted since. A restart matters because a file
@@ -23,7 +23,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,8 +89,7 @@ def _forget_after_fork() -> None:
     _held.clear()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 @final

@@ -152,8 +152,6 @@ class OtherRanks:
         states = self._states
         if isinstance(self._trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
             yield "its weights are in shards, and other ranks have other shards"
-        if any(DEALT not in state for state in states):
-            yield "it was saved by an older version of the package"
         yield from (state[DEALT]["reason"] for state in states if state[DEALT]["reason"])
         lengths = [[one["length"] for one in state[DEALT]["loaders"]] for state in states]
         datasets = [_datasets(state.get(FINGERPRINT, part["fingerprint"]["loaders"])) for state in states]
