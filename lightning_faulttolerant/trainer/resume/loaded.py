@@ -205,8 +205,6 @@ def _sums(values: Mapping[Path, object]) -> dict[Path, _Sum]:
 
 
 _LOAD_HOOK = "on_load_checkpoint"
-# What a checkpoint of Lightning's has of a run, and the type that it has there.
-_OF_RUN = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "callbacks": dict, "loops": dict}
 _CHECKPOINT, _WEIGHTS, _TRAINING, _CALLBACKS = "checkpoint", "weights", "training", "callbacks"
 
 
@@ -268,7 +266,9 @@ class RestoredState:
         """
         if not any(self._is_users(f"{owner}.{_LOAD_HOOK}") for owner in self._owners):
             return
-        kept = {name for name, kind in _OF_RUN.items() if isinstance(checkpoint.get(name), kind)} - {*rewritten}
+        # What a checkpoint of Lightning's has of a run, and the type that it has there.
+        of_run = {"state_dict": dict, "optimizer_states": list, "lr_schedulers": list, "callbacks": dict, "loops": dict}
+        kept = {name for name, kind in of_run.items() if isinstance(checkpoint.get(name), kind)} - {*rewritten}
         # A hook may translate the weights of another version of the module.
         weights, here = checkpoint.get("state_dict", {}), weights_of(self._trainer.lightning_module)
         fits = {name for name in weights.keys() & here.keys() if weights[name].shape == here[name].shape}
