@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,9 @@ def test_other_loaders_in_the_loop_take_no_memory_away(directory: Path) -> None:
         assert not batch["large"].is_shared()  # torch's way
     assert [batch["large"].is_shared() for batch in batches] == [False] * 16
     del batch, batches
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    while len(os.listdir("/proc/self/fd")) > fds:  # torch's processes end on their own
+        gc.collect()
+        time.sleep(0.01)
 
 
 def test_child_reads_its_batch_during_training(directory: Path) -> None:
