@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
@@ -39,7 +38,7 @@ from lightning_faulttolerant.trainer.objects.objects import DRAWN
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
 from lightning_faulttolerant.trainer.process import OBJECTS
-from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.compat import has_shards, saves_shards
 from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,
     generators_of_rank,
@@ -150,7 +149,7 @@ class OtherRanks:
 
     def _reasons(self, part: CheckpointPart, checkpoint: State) -> Iterator[str]:
         states = self._states
-        if isinstance(self._trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+        if has_shards(self._trainer.strategy):
             yield "its weights are in shards, and other ranks have other shards"
         yield from (state[DEALT]["reason"] for state in states if state[DEALT]["reason"])
         lengths = [[one["length"] for one in state[DEALT]["loaders"]] for state in states]

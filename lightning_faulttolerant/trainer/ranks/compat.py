@@ -105,6 +105,11 @@ def files_of_shards(files: ShardFiles) -> Iterator[None]:
         filesystem.FileSystem = real  # type: ignore[misc]
 
 
+def has_shards(strategy: object) -> bool:
+    """Return whether a strategy leaves each rank with a part of each weight."""
+    return isinstance(strategy, (FSDPStrategy, ModelParallelStrategy))
+
+
 def saves_shards(strategy: object) -> bool:
     """Return whether a strategy writes a checkpoint as a directory in which each rank has its own files."""
     if isinstance(strategy, ModelParallelStrategy):

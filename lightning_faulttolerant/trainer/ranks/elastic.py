@@ -19,7 +19,6 @@ from sys import maxsize
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
@@ -38,6 +37,7 @@ from lightning_faulttolerant.trainer.position import (
     VALIDATION_END,
     TrainerPosition,
 )
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
 
@@ -279,8 +279,7 @@ class Resized:
         merged = merged_gradients([state["gradients"] for state in self._states])
         if not merged:
             return {}
-        in_shards = (FSDPStrategy, ModelParallelStrategy)
-        if isinstance(self._trainer.strategy, in_shards) or not all(isinstance(g, Tensor) for g in merged.values()):
+        if has_shards(self._trainer.strategy) or not all(isinstance(g, Tensor) for g in merged.values()):
             raise NotExactError(
                 f"The checkpoint can't continue with a different number of ranks ({self.ranks}): it was saved inside an"
                 " open accumulation window, whose gradients are in shards, and shards of gradients can't be split "

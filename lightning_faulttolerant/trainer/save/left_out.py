@@ -11,11 +11,11 @@ from typing import Any, Final, final
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import is_readable, load_buffers, sums_of_bits, weights_of
 from lightning_faulttolerant.trainer.adapters.state import without_masks
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 
 LEFT_OUT: Final = "left_out"
 """The sums of the weights that a checkpoint leaves out and that training has not changed, in the state of a rank."""
@@ -45,7 +45,7 @@ class LeftOut:
         Args:
             weights: The weights in a checkpoint.
         """
-        if isinstance(self._trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+        if has_shards(self._trainer.strategy):
             return {}, {}  # each rank has only a part of them
         own = _readable(self._module)
         named = without_masks(own)  # those of pruned weights are saved in another form

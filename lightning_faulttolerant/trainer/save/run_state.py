@@ -299,8 +299,8 @@ class RunState:
             captured: The buffers at the instant of the state, if they have changed since.
         """
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-        carried, sums = self.left_out.found(weights)
-        if not state or not (carried or sums):
+        carried, sums = self.left_out.found(weights) if state else ({}, {})
+        if not (carried or sums):
             return state
         carried = {name: captured.get(name, one) for name, one in carried.items()}
         return {**state, LEFT_OUT: sums, "buffers": {**state["buffers"], **carried}}
