@@ -15,7 +15,7 @@ JOBS ?= 4
 PYTEST_ARGS ?=
 # Number of failed tests that are run once more, alone; those that pass are reported. The CI sets it.
 AGAIN ?= 0
-# The part of the slow tests that runs: 2/6 is the third of six. All together are all slow tests.
+# The part of the slow tests, and of those on the oldest Lightning, that runs: 2/6 is the third of six.
 PART ?= 0/1
 SUITE = python -m tests.harness.run -q -j $(JOBS) --again $(AGAIN)
 
@@ -129,7 +129,7 @@ faults: $(NEWEST)  ## let each kind of fault come at random moments of supervise
 # others with the same torch.
 OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
-	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
+	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest --part $(PART) $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
 libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
 

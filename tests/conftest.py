@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
     )
     parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
-    parser.addoption("--part", default="0/1", help="only this part of the slow tests: 2/6 is the third of six")
+    parser.addoption("--part", default="0/1", help="only this part of the tests: 2/6 is the third of six")
     parser.addoption(
         "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
     )
@@ -70,9 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.slow)
     assert_slow_tests_are_found(items)
     part, num_parts = map(int, config.getoption("--part").split("/"))
-    items[:] = [item for item in items if not item.get_closest_marker("slow") or _part(item, num_parts) == part]
     if config.getoption("--on-oldest"):
         items[:] = oldest.select(items)
+    items[:] = [item for item in items if _part(item, num_parts) == part]
     if config.getoption("--one-of-each-law"):
         shortest = durations.shortest_tests()
         fast = [item for item in reversed(items) if _is_law(item) and item.get_closest_marker("slow") is None]

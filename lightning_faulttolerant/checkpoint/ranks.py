@@ -312,7 +312,7 @@ def packed_state(part: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Return the state of a rank, a result of `pack_blobs`.
 
     Args:
-        part: Our part of a checkpoint, of any version of the schema.
+        part: Our part of a checkpoint.
         rank: The number of the rank, less than the number of ranks that saved.
 
     Raises:

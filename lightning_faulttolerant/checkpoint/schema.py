@@ -1,7 +1,7 @@
 """What a checkpoint contains: the schema of our part, and a summary of a whole file that is not loaded.
 
-The schema has the keys of our part and their types. A part is checked when it is read from a file. Older versions of
-the package wrote fewer keys: each key that a class below marks by ``total=False`` may be missing.
+The schema has the keys of our part and their types. A part is checked when it is read from a file. A key of a class
+with ``total=False`` may be missing.
 
 A summary reads only the file's directory and its pickle: no tensor values are read and the pickle is not run. So this
 is fast on large files and safe on any file. States that a checkpoint keeps as bytes are summarized in the same way.
@@ -33,10 +33,7 @@ from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointErr
 KEY: Final = "lightning_faulttolerant"
 """The key of our part in a checkpoint."""
 VERSION: Final = 2
-"""The version of the schema: in version 1, ``ranks`` holds the state of each rank, and ``states`` does not exist.
-
-A part of a later version is not checked here: its reader refuses it.
-"""
+"""The version of the schema. A part of a later version is not checked here: its reader refuses it."""
 MARK: Final = "run"
 """The key for the mark of the run; each checkpoint of a run has it."""
 PARENT: Final = "parent"
@@ -74,7 +71,7 @@ class SavedPosition(TypedDict):
     batch: int
     global_step: int
     hook: str
-    validation_batch: int | None
+    validation_batch: int
 
 
 class _SavedLoaders(TypedDict):

@@ -24,7 +24,7 @@ the user's own checkpoints and everything else that the fit does.
 """
 EVALUATION = "evaluation"
 """Validation runs inside a fit, and ``validate``, ``test``, and ``predict`` from their first batch to their end: this
-time counts, too. In histories of earlier versions, validation runs are part of ``TRAINING``.
+time counts, too.
 """
 DATA = "data"
 """Training waited for data. It is told apart in an `Account` only: in segments, it is a part of `TRAINING`."""

@@ -132,7 +132,7 @@ class TrainerPosition:
     @classmethod
     def from_state_dict(cls, state: SavedPosition) -> TrainerPosition:
         """Return the position that has this state."""
-        return cls(**state)  # type: ignore[arg-type]  # older versions wrote None as `validation_batch`
+        return cls(**state)
 
     def reason_of_cut(self, path: str) -> str:
         """Return why the checkpoint `path` can't be trained further, if its epoch was closed in the middle."""

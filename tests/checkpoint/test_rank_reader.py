@@ -30,7 +30,14 @@ def checkpoint(num_ranks: int = NUM_RANKS) -> dict[str, Any]:
     part = {
         "version": 2,
         "world_size": num_ranks,
-        "position": {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1},
+        "position": {
+            "where": "boundary",
+            "epoch": 0,
+            "batch": 1,
+            "global_step": 1,
+            "hook": "",
+            "validation_batch": 0,
+        },
         "origin": None,
         "surroundings": {},
         "fingerprint": {"loaders": {}},

@@ -16,7 +16,7 @@ from lightning_faulttolerant.trainer.files.run_files import part_of
 def test_damaged_file_has_no_part(tmp_path: Path) -> None:
     """Reading raises nothing, whichever byte of the pickle changes."""
     path = tmp_path / "a.ckpt"
-    position = {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1}
+    position = {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1, "hook": "", "validation_batch": 0}
     part = {"version": 1, "world_size": 1, "position": position, "ranks": [{}], "origin": None, "surroundings": {}}
     part["fingerprint"] = {"loaders": {}}
     torch.save({KEY: part, "weight": torch.zeros(2)}, path)

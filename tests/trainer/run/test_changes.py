@@ -180,7 +180,7 @@ def test_another_optimizer_is_refused() -> None:
 
 
 def test_an_autosave_without_the_settings_changes_nothing() -> None:
-    """What an earlier version has saved does not say how the optimizers were created."""
+    """A checkpoint may not say how the optimizers were created."""
     branch = Fit(None, rate=0.2)
     [line] = branch.settings.apply(None)
     assert "as they were saved" in line
