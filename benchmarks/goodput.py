@@ -31,13 +31,13 @@ from benchmarks.runs import machine
 SCRIPT = Path(__file__).with_name("goodput_script.py")
 MEANS = (15.0, 60.0, 300.0)
 """Mean seconds between two failures."""
-INTERVALS = (10, 50, 200, 1000)
+INTERVALS = (5, 25, 100, 500)
 """The intervals that are tried for `ModelCheckpoint`, in steps."""
 SEEDS = (3, 4, 5)
 OURS = "ours"
-SLEEP_SECONDS = 0.03
-STEP_SECONDS = 0.032
-"""How long a step takes, on an idle machine: what it computes takes 2 ms."""
+SLEEP_SECONDS = 0.06
+STEP_SECONDS = 0.065
+"""How long a step takes, on an idle machine: what it computes takes 5 ms."""
 START_SECONDS = 4.0
 """How long a start sleeps: imports of torch and Lightning take as long."""
 _WORK = {15.0: 100.0, 60.0: 200.0, 300.0: 450.0}

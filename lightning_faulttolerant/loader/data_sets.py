@@ -408,12 +408,7 @@ class StreamedEpochs:
     def _put(self, places: Sequence[Mapping[str, Any]]) -> None:
         for stream, place in zip(self._streams, places, strict=False):
             book = stream.book
-            seeding = replace(
-                book.seeding,
-                seed=place["seed"],
-                num_canonical_nodes=place["num_canonical_nodes"],
-                initial_nodes=place["nodes"],
-            )
+            seeding = replace(book.seeding, seed=place["seed"], num_canonical_nodes=place["num_canonical_nodes"])
             book.put(place["epoch"], place["sample"], seeding)
 
 
@@ -424,5 +419,4 @@ def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, objec
         "sample": sample,
         "seed": seeding.seed,
         "num_canonical_nodes": seeding.num_canonical_nodes,
-        "nodes": seeding.initial_nodes,
     }

@@ -65,9 +65,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         streams: Data sets to mix, in place of `local` and `remote`.
         cache_limit: Bytes that the cache may take on this machine: a number, or a string such as ``"10gb"``.
         epoch_size: Samples of an epoch, if streams are mixed by proportions or have no weight.
-        shuffle_algo: The shuffle algorithm. ``None`` is ``"blocks"``, which needs no preparation. ``"py1e"``,
-            ``"py1s"``, ``"py1br"``, ``"py2s"``, and ``"naive"`` yield the original library's order.
-        shuffle_block_size: The block size of the algorithm, in samples.
+        shuffle_block_size: How many samples are shuffled together. ``None``: those of eight shards.
         sampling_method: ``"balanced"`` or ``"fixed"``: whether each epoch draws other samples of a stream that is read
             in part.
         sampling_granularity: How many samples are taken from a shard at a time, if it is read in part.
@@ -109,7 +107,6 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         streams: Sequence[Stream] | None = None,
         cache_limit: int | str | None = None,
         epoch_size: int | str | None = None,
-        shuffle_algo: str | None = None,
         shuffle_block_size: int | None = None,
         sampling_method: str = "balanced",
         sampling_granularity: int = 1,
@@ -138,7 +135,6 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             shard_sizes=self._shards.sizes,
             streams=self.streams,
             shuffle=shuffle,
-            algorithm=shuffle_algo,
             block_size=shuffle_block_size,
             epoch_size=epoch_size,
             seeding=seeding,
@@ -313,21 +309,22 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
                 epoch.
         """
         readers, seeding = self._readers(), self._book.seeding
-        num_nodes = readers.world.num_nodes
         epoch, sample = self._normal(epoch, sample, least=least, readers=readers)
         return {
             "epoch": epoch,
             "sample_in_epoch": sample,
             "shuffle_seed": seeding.seed,
-            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, num_nodes),
-            "initial_physical_nodes": seeding.initial_nodes or num_nodes,
+            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, readers.world.num_nodes),
             "version": VERSION,
             "order": self._ordering.describe(readers),
             "fingerprint": dict(self._fingerprint),
         }
 
     def load_state_dict(self, obj: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the next iteration begin at the position of a state, of this class or of the original library.
+        """Let the next iteration begin at the position of a state.
+
+        A state of MosaicML Streaming has another order inside an epoch. If it is in the middle of one, the next
+        iteration begins the next epoch.
 
         Args:
             obj: The state.
@@ -345,18 +342,16 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             raise mismatch(differing)
         if differing:
             _log.warning("The state belongs to other data or to another order: %s.", "; ".join(differing))
-        if "order" not in obj and self.shuffle and not self._ordering.is_original:
+        if "order" not in obj and 0 < sample < self.epoch_size:
             _log.warning(
-                "The state comes from the original library, and does not name its order. This data set shuffles with "
-                "%r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the original's "
-                "default), 'py1s', 'py1br', 'py2s', or 'naive': the one with which the run began.",
-                own["shuffle_algo"],
-            )
-        nodes = obj.get("initial_physical_nodes")
+                "The state comes from MosaicML Streaming, in epoch %d, and its order inside an epoch is another one. "
+                "So the next iteration begins epoch %d.",
+                epoch, epoch + 1,
+            )  # fmt: skip
+            epoch, sample = epoch + 1, 0
         seeding = Seeding(
             seed=int(obj["shuffle_seed"]),
             num_canonical_nodes=int(obj["num_canonical_nodes"]) if obj["num_canonical_nodes"] else None,
-            initial_nodes=int(nodes) if nodes else None,
         )
         self._book.put(epoch, sample, seeding)
         _log.info("Resumed at epoch %d, sample %d.", epoch, sample)

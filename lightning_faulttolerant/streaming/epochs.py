@@ -27,7 +27,7 @@ from lightning_faulttolerant.streaming.ordering import Seeding
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World
 
-_NEXT_EPOCH, _NEXT_SAMPLE, _EPOCH, _SAMPLE, _IS_VAGUE, _IS_MOVED, _SEED, _PARTS, _NODES, _HEADER = range(10)
+_NEXT_EPOCH, _NEXT_SAMPLE, _EPOCH, _SAMPLE, _IS_VAGUE, _IS_MOVED, _SEED, _PARTS, _HEADER = range(9)
 _SLOTS, _SLOT = 64, 4  # a slot: pool, iteration of the pool, epoch, sample
 _WAIT_SECONDS = 120.0
 _POLL_SECONDS = 0.001
@@ -170,13 +170,12 @@ class EpochBook:
     @property
     def seeding(self) -> Seeding:
         """The values that the order is drawn from."""
-        seed, parts, nodes = self._numbers[_SEED : _NODES + 1].tolist()
-        return Seeding(seed=seed, num_canonical_nodes=parts or None, initial_nodes=nodes or None)
+        seed, parts = self._numbers[_SEED : _PARTS + 1].tolist()
+        return Seeding(seed=seed, num_canonical_nodes=parts or None)
 
     def put(self, epoch: int, sample: int, seeding: Seeding) -> None:
         """Let the next iteration begin there."""
-        self._numbers[_SEED] = seeding.seed
-        self._numbers[_PARTS], self._numbers[_NODES] = seeding.num_canonical_nodes or 0, seeding.initial_nodes or 0
+        self._numbers[_SEED], self._numbers[_PARTS] = seeding.seed, seeding.num_canonical_nodes or 0
         self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch, sample
         self._numbers[_EPOCH], self._numbers[_IS_VAGUE], self._numbers[_IS_MOVED] = -1, 0, 0
         self.num_put += 1

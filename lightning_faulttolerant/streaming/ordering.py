@@ -26,14 +26,9 @@ from lightning_faulttolerant.streaming.order import (
     RemainingPositions,
     batched_deal,
     batched_order,
-    default_block_size,
-    default_canonical_nodes,
     epoch_order,
-    kept_nodes,
     shares_of_streams,
 )
-from lightning_faulttolerant.streaming.order.epoch import DEFAULT
-from lightning_faulttolerant.streaming.order.shuffles import PaddedRows
 from lightning_faulttolerant.streaming.shards import Ids, Stream
 from lightning_faulttolerant.streaming.world import World
 
@@ -118,7 +113,6 @@ _KEPT_ORDERS = 2  # an epoch that ends, and the next one
 ORDER_PARTS = {
     "batching": "batching_method and global batch size",
     "shuffle": "shuffle",
-    "shuffle_algo": "shuffle_algo",
     "shuffle_block_size": "shuffle_block_size",
     "epoch_size": "samples of an epoch",
     "sampling": "sampling_method and sampling_granularity",
@@ -135,7 +129,6 @@ class Seeding:
         seed: The seed of the order.
         num_canonical_nodes: How many parts of the data are read side by side; ``None``: the first run's number of
             nodes.
-        initial_nodes: The number of nodes of the first run, if a state contains it.
 
     Raises:
         ValueError: If the number of parts is invalid.
@@ -143,7 +136,6 @@ class Seeding:
 
     seed: int
     num_canonical_nodes: int | None = None
-    initial_nodes: int | None = None
 
     def __post_init__(self) -> None:
         parts = self.num_canonical_nodes
@@ -176,8 +168,7 @@ class Ordering:
         shard_sizes: The number of samples of each shard, for each stream.
         streams: The streams, with their weights.
         shuffle: Whether the order is random.
-        algorithm: The shuffle algorithm.
-        block_size: The block size of the algorithm, in samples.
+        block_size: How many samples are shuffled together; ``None``: a few shards.
         epoch_size: Samples of an epoch: a number, or a string such as ``"10k"``.
         seeding: The values that the order is drawn from, until a state replaces them.
         sampling_method: Whether samples are drawn again in each epoch.
@@ -194,7 +185,6 @@ class Ordering:
         shard_sizes: Sequence[Ids],
         streams: Sequence[Stream],
         shuffle: bool,
-        algorithm: str | None,
         block_size: int | None,
         epoch_size: int | str | None,
         seeding: Seeding,
@@ -206,7 +196,6 @@ class Ordering:
             raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
         self.batching_method = batching_method
         self.shuffle = shuffle
-        self.algorithm = algorithm
         self._shard_sizes = [np.asarray(sizes, np.int64) for sizes in shard_sizes]
         self.block_size = block_size
         self.sampling_method = sampling_method
@@ -217,9 +206,9 @@ class Ordering:
         self._digest = digest(self.shares.chosen)
         self._orders: dict[tuple[int, Seeding, Readers], EpochOrder] = {}
         if shuffle:
-            _warn_of_small_blocks(algorithm, block_size, seeding, self._shard_sizes)
+            _warn_of_small_blocks(block_size, self._shard_sizes)
         if not self.is_batched:  # raises if the arguments are wrong
-            self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
+            self._made(0, seeding, Readers(), shuffle=shuffle)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_orders": {}}
@@ -234,14 +223,12 @@ class Ordering:
         return self._orders[key]
 
     def _made(self, epoch: int, seeding: Seeding, readers: Readers, *, shuffle: bool) -> EpochOrder:
-        num_nodes = readers.world.num_nodes
         options: dict[str, Any] = {
             "epoch": epoch,
             "seed": seeding.seed,
             "shuffle": shuffle,
-            "algorithm": self.algorithm,
             "block_size": self.block_size,
-            "num_canonical_nodes": self.num_canonical_nodes(seeding, num_nodes),
+            "num_canonical_nodes": self.num_canonical_nodes(seeding, readers.world.num_nodes),
             "sampling_method": self.sampling_method,
             "sampling_granularity": self.sampling_granularity,
         }
@@ -250,29 +237,16 @@ class Ordering:
                 self._shard_sizes,
                 batching_method=self.batching_method,
                 shares=self.shares,
-                world=readers.world,
-                batch_size=readers.batch_size,
+                num_samples=readers.world.num_ranks * readers.batch_size,
                 **options,
             )
-        return epoch_order(
-            self._shard_sizes,
-            num_nodes=self._initial_nodes(seeding, num_nodes) or num_nodes,
-            chosen=self.shares.chosen,
-            **options,
-        )
+        return epoch_order(self._shard_sizes, chosen=self.shares.chosen, **options)
 
     def num_positions(self, seeding: Seeding, readers: Readers) -> int:
         """Return the number of positions of every epoch. An order is created only if the number depends on it."""
         if self.is_batched:
             return self.of(0, seeding, readers).num_positions
-        if not self.is_original:
-            return self.shares.epoch_size
-        num_nodes = readers.world.num_nodes
-        return PaddedRows(
-            num_samples=self.shares.epoch_size,
-            num_rows=self.num_canonical_nodes(seeding, num_nodes),
-            num_nodes=self._initial_nodes(seeding, num_nodes) or num_nodes,
-        ).num_positions
+        return self.shares.epoch_size
 
     def deal(self, sample: int, seeding: Seeding, world: World, batch_size: int) -> RemainingPositions:
         """Return how the rest of an epoch is dealt to its readers.
@@ -290,33 +264,16 @@ class Ordering:
         if self.is_batched:
             return batched_deal(
                 batching_method=self.batching_method,
-                algorithm=self.algorithm,
                 num_positions=num_positions,
                 start=sample,
                 world=world,
                 batch_size=batch_size,
             )
-        return RemainingPositions(
-            num_positions=num_positions,
-            start=sample,
-            world=world,
-            batch_size=batch_size,
-            initial_nodes=self._initial_nodes(seeding, world.num_nodes),
-        )
+        return RemainingPositions(num_positions=num_positions, start=sample, world=world, batch_size=batch_size)
 
     def num_canonical_nodes(self, seeding: Seeding, num_nodes: int) -> int:
         """Return the number of parts of the data that are read side by side."""
-        return seeding.num_canonical_nodes or default_canonical_nodes(self.algorithm, num_nodes)
-
-    def _initial_nodes(self, seeding: Seeding, num_nodes: int) -> int | None:
-        """Return the number of nodes that batches are dealt to first, in cases where the original library does so."""
-        if not self.is_original:
-            return None
-        return kept_nodes(
-            num_canonical_nodes=self.num_canonical_nodes(seeding, num_nodes),
-            num_nodes=num_nodes,
-            initial_nodes=seeding.initial_nodes,
-        )
+        return seeding.num_canonical_nodes or num_nodes
 
     def check_batches(self, batch_size: int | None) -> None:
         """Raise ValueError if the order depends on a batch size that is unknown."""
@@ -328,18 +285,12 @@ class Ordering:
         """Whether the order depends on the global batch size, so an epoch can only be entered between batches."""
         return self.batching_method != "random"
 
-    @property
-    def is_original(self) -> bool:
-        """Whether the order is the original library's, bit for bit."""
-        return self.algorithm not in (None, DEFAULT)
-
     def describe(self, readers: Readers) -> dict[str, object]:
         """Return everything that the order depends on besides seed and canonical nodes: plain values for a state."""
         global_batch_size = readers.world.num_ranks * readers.batch_size
         return {
             "batching": f"{self.batching_method} {global_batch_size}" if self.is_batched else self.batching_method,
             "shuffle": self.shuffle,
-            "shuffle_algo": self.algorithm or DEFAULT,
             "shuffle_block_size": self.block_size if self.shuffle else None,
             "epoch_size": self.shares.epoch_size,
             "sampling": f"{self.sampling_method} {self.sampling_granularity}",
@@ -347,13 +298,9 @@ class Ordering:
         }
 
 
-def _warn_of_small_blocks(
-    algorithm: str | None, block_size: int | None, seeding: Seeding, shard_sizes: Sequence[Ids]
-) -> None:
-    if block_size is None and algorithm == "py1e":
-        block_size = default_block_size(seeding.num_canonical_nodes or 1)
+def _warn_of_small_blocks(block_size: int | None, shard_sizes: Sequence[Ids]) -> None:
     largest = max(int(sizes.max(initial=0)) for sizes in shard_sizes)
-    if block_size is None or algorithm not in (None, DEFAULT, "py1e") or block_size >= largest:
+    if block_size is None or block_size >= largest:
         return
     warnings.warn(
         f"Shuffle block size was smaller than shard size for some shards ({block_size} < {largest} samples). Within an"
@@ -383,13 +330,8 @@ class OrderedDataset:
         return self._ordering.shuffle
 
     @property
-    def shuffle_algo(self) -> str:
-        """The shuffle algorithm."""
-        return self._ordering.algorithm or DEFAULT
-
-    @property
     def shuffle_block_size(self) -> int | None:
-        """The block size of the shuffle algorithm, in samples; ``None`` is the algorithm's choice."""
+        """How many samples are shuffled together; ``None``: a few shards."""
         return self._ordering.block_size
 
     @property

@@ -174,18 +174,16 @@ def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
     StreamingDataset(directory, predownload=1)
 
 
-@pytest.mark.parametrize("algorithm", ["py1e", None])
-def test_a_block_below_a_shard_is_warned_of(directory: str, algorithm: str | None) -> None:
-    """The warning comes once, at construction, for orders that then mix no shards, but not without shuffle."""
+def test_a_block_below_a_shard_is_warned_of(directory: str) -> None:
+    """The warning comes once, at construction, but not without shuffle."""
     largest = int(StreamingDataset(directory).samples_per_shard.max())
     with pytest.warns(
         UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}"
     ) as warned:
-        StreamingDataset(directory, shuffle=True, shuffle_algo=algorithm, shuffle_block_size=largest - 1)
+        StreamingDataset(directory, shuffle=True, shuffle_block_size=largest - 1)
     assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
-    StreamingDataset(directory, shuffle=True, shuffle_algo=algorithm, shuffle_block_size=largest)
-    StreamingDataset(directory, shuffle=False, shuffle_algo=algorithm, shuffle_block_size=1)
-    StreamingDataset(directory, shuffle=True, shuffle_algo="py1br", shuffle_block_size=largest - 1)
+    StreamingDataset(directory, shuffle=True, shuffle_block_size=largest)
+    StreamingDataset(directory, shuffle=False, shuffle_block_size=1)
 
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
@@ -210,7 +208,6 @@ def _prefetching() -> list[threading.Thread]:
         ({}, "Give either"),
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": True}, "batch_size"),
-        ({"shuffle_algo": "py3"}, "shuffle_algo"),
         ({"shuffle_seed": -1}, "seed"),
         ({"epoch_size": "many"}, "epoch_size"),
         ({"batching_method": "per_stream"}, "batching_method"),
@@ -327,24 +324,6 @@ def test_what_is_no_state_is_refused(directory: str) -> None:
         dataset.load_state_dict({"epoch": 1})
     with pytest.raises(ValueError, match="newer"):
         dataset.load_state_dict({**dataset.state_dict(0, True), "version": 2})
-
-
-def test_an_unknown_order_is_announced(directory: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A state of the original lacks its order, so a warning comes unless one of the original's algorithms is set."""
-    state = {
-        "epoch": 0,
-        "sample_in_epoch": 8,
-        "shuffle_seed": 3,
-        "num_canonical_nodes": 2,
-        "initial_physical_nodes": 3,
-    }
-    StreamingDataset(directory, shuffle=True, shuffle_algo="py1e").load_state_dict(state)
-    assert not caplog.records
-    dataset = StreamingDataset(directory, shuffle=True)
-    dataset.load_state_dict(state)
-    assert "shuffle_algo='py1e'" in caplog.text
-    found = dataset.state_dict(0, False)
-    assert {name: found[name] for name in state} == state
 
 
 def _plain(directory: str, **options: Any) -> DataLoader[Any]:

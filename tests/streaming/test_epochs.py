@@ -27,7 +27,7 @@ BIG = 2**60 + 1
 
 def test_a_book_keeps_what_a_state_says() -> None:
     """A book keeps epoch, position, and seeding, also the large seeds of the original's first versions."""
-    seeding = Seeding(seed=BIG, num_canonical_nodes=3, initial_nodes=2)
+    seeding = Seeding(seed=BIG, num_canonical_nodes=3)
     book = EpochBook(Seeding(seed=1))
     assert (book.place, book.next_epoch, book.seeding) == ((0, 0), 0, Seeding(seed=1))
     book.put(5, 7, seeding)

@@ -14,7 +14,6 @@ from lightning_faulttolerant.streaming.world import World
 from tests.streaming.shard_files import batches, write
 
 NUM_SAMPLES, NUM_EPOCHS = 61, 3
-LOCAL_ALGORITHMS = (None, "py1e", "py1s")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,6 @@ def _cut(epochs: Iterator[tuple[int, list[int]]], num_batches: int) -> list[tupl
     cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     batch_size=st.sampled_from([1, 5, 8, 61, 70]),
     drop_last=st.booleans(),
-    algorithm=st.sampled_from(LOCAL_ALGORITHMS),
     parts=st.sampled_from([None, 1, 3]),
     is_same_loader=st.booleans(),
 )
@@ -55,16 +53,13 @@ def test_a_run_that_is_cut_anywhere_continues(
     cuts: list[int],
     batch_size: int,
     drop_last: bool,
-    algorithm: str | None,
     parts: int | None,
     is_same_loader: bool,
 ) -> None:
     """Cut again and again, within and between epochs, by an early exit or a new process, the batches are the same."""
 
     def make() -> StreamingDataLoader:
-        return _loader(
-            directory, batch_size=batch_size, drop_last=drop_last, shuffle_algo=algorithm, num_canonical_nodes=parts
-        )
+        return _loader(directory, batch_size=batch_size, drop_last=drop_last, num_canonical_nodes=parts)
 
     expected = list(_epochs(make(), until=NUM_EPOCHS))
     loader, read = make(), []

@@ -149,7 +149,6 @@ def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
         str(tmp_path / "cache"),
         remote,
         shuffle=True,
-        shuffle_algo="py1e",
         shuffle_seed=7,
         shuffle_block_size=64,
         sampling_method="fixed",
@@ -158,12 +157,12 @@ def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
         cache_limit="1mb",
         num_canonical_nodes=2,
     )
-    assert (dataset.shuffle, dataset.shuffle_algo, dataset.shuffle_seed) == (True, "py1e", 7)
+    assert (dataset.shuffle, dataset.shuffle_seed) == (True, 7)
     assert (dataset.shuffle_block_size, dataset.sampling_method, dataset.sampling_granularity) == (64, "fixed", 2)
     assert (dataset.epoch_size, dataset.cache_limit, dataset.num_canonical_nodes) == (50, 1 << 20, 2)
     assert (dataset.batching_method, dataset.allow_unsafe_types) == ("random", False)
     plain = StreamingDataset(remote)
-    assert (plain.shuffle_algo, plain.num_canonical_nodes, plain.epoch_size) == ("blocks", 1, NUM_SAMPLES)
+    assert (plain.num_canonical_nodes, plain.epoch_size) == (1, NUM_SAMPLES)
 
 
 class _Doubled(StreamingDataset):

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order.epoch import DEFAULT, EpochOrder, Shares, epoch_order
-from lightning_faulttolerant.streaming.order.originals import default_block_size
+from lightning_faulttolerant.streaming.order.epoch import EpochOrder, Shares, epoch_order
 from lightning_faulttolerant.streaming.order.shuffles import Ints, grouped, key_of, permutation
 from lightning_faulttolerant.streaming.world import World
 
@@ -54,11 +53,6 @@ class RemainingPositions:
         start: The number of positions that all ranks together had consumed before.
         world: The reader.
         batch_size: The number of samples in one batch of one rank.
-        initial_nodes: The number of nodes that a run of the original library began with. It is set if that library
-            keeps the order inside a global batch for the current number of nodes (see `kept_nodes`). The batch is then
-            dealt as to the initial nodes, read in turn, and cut again.
-        is_in_turn: Whether the first rank has the first positions of each global batch, the second rank the next ones,
-            and so on, regardless of nodes. All steps must then be full.
 
     Source: the partition of MosaicML Streaming 0.13 (``orig``, ``relaxed``), without its tables.
     """
@@ -67,8 +61,6 @@ class RemainingPositions:
     start: int = 0
     world: World
     batch_size: int
-    initial_nodes: int | None = None
-    is_in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -112,17 +104,9 @@ class RemainingPositions:
         """Return the positions in full steps: a row for each step, a column for each sample."""
         num_nodes, ranks_per_node = nodes_of(self.world)
         of_batch = np.arange(self.batch_size, dtype=np.int64)
-        if self.initial_nodes is None or self._of_step % (self.initial_nodes * ranks_per_node):
-            device, place = np.full_like(of_batch, self.world.rank), of_batch
-        else:
-            num_nodes = self.initial_nodes
-            in_turn = self.world.rank * self.batch_size + of_batch
-            device, place = np.divmod(in_turn, self._of_step // (num_nodes * ranks_per_node))
-        node, rank_of_node = np.divmod(device, ranks_per_node)
+        node, rank_of_node = divmod(self.world.rank, ranks_per_node)
         base = self.start + steps[:, None] * self._of_step
-        if self.is_in_turn:
-            return base + self.world.rank * self.batch_size + of_batch
-        positions: Ints = base + (node - base) % num_nodes + num_nodes * (rank_of_node + ranks_per_node * place)
+        positions: Ints = base + (node - base) % num_nodes + num_nodes * (rank_of_node + ranks_per_node * of_batch)
         return positions
 
     @property
@@ -158,12 +142,10 @@ def batched_order(
     *,
     batching_method: str,
     shares: Shares,
-    world: World,
-    batch_size: int,
+    num_samples: int,
     epoch: int,
     seed: int = 9176,
     shuffle: bool = False,
-    algorithm: str | None = None,
     sampling_method: str = "balanced",
     **settings: Any,
 ) -> EpochOrder:
@@ -174,12 +156,10 @@ def batched_order(
         batching_method: ``"stratified"``: every global batch has the same number of samples of each stream, in
             proportion to the streams' shares of the epoch. ``"per_stream"``: every global batch is of one stream.
         shares: The shares of the streams in an epoch.
-        world: The ranks that read. Only an order of the original library depends on more than their number.
-        batch_size: The number of samples in one batch of one rank.
+        num_samples: The number of samples in a global batch.
         epoch: As in `epoch_order`, for each stream separately. The same holds for the arguments below.
         seed: The seed of the order.
         shuffle: Whether samples are shuffled.
-        algorithm: The shuffle algorithm. The algorithms of the original library also yield its batches.
         sampling_method: ``"balanced"`` or ``"fixed"``.
         settings: The other arguments of `epoch_order`. A ``block_size`` is that of all streams together.
 
@@ -188,45 +168,30 @@ def batched_order(
     """
     if batching_method not in BATCHING_METHODS[1:]:
         raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
-    is_original = algorithm not in (None, DEFAULT)
-    of_streams = {"epoch": epoch, "seed": seed, "shuffle": shuffle, "algorithm": algorithm, **settings}
-    _, ranks_per_node = nodes_of(world)
-    one_node = World(num_ranks=ranks_per_node, ranks_per_node=ranks_per_node)
-    readers = world if batching_method == "per_stream" else one_node
-    orders = _of_streams(
-        shard_sizes, shares, readers if is_original else None, sampling_method=sampling_method, **of_streams
-    )
-    samples = world.num_ranks * batch_size
+    settings |= {"epoch": epoch, "seed": seed, "shuffle": shuffle, "sampling_method": sampling_method}
+    orders = _of_streams(shard_sizes, shares, **settings)
     if batching_method == "stratified":
-        return StratifiedOrder(orders, portions(shares.proportions, samples))
+        return StratifiedOrder(orders, portions(shares.proportions, num_samples))
     drawn = seed + epoch if shuffle and sampling_method == "balanced" else seed
-    return PerStreamOrder(
-        orders, samples, drawn=drawn, key=None if is_original else key_of("streams of batches", drawn)
-    )
+    return PerStreamOrder(orders, num_samples, key=key_of("streams of batches", drawn))
 
 
 def _of_streams(
-    shard_sizes: Sequence[Sequence[int] | Ints], shares: Shares, filled_for: World | None, **settings: Any
+    shard_sizes: Sequence[Sequence[int] | Ints], shares: Shares, *, block_size: int | None = None, **settings: Any
 ) -> list[EpochOrder]:
-    """Return the orders of the streams. Those of the original library are filled up for the readers."""
-    block_size = settings.pop("block_size", None)
-    if filled_for is not None:
-        settings["num_nodes"], _ = nodes_of(filled_for)
-        block_size = block_size or default_block_size(settings.get("num_canonical_nodes", 1))
+    """Return the orders of the streams."""
     orders: list[EpochOrder] = []
     first = 0
     for sizes, chosen, proportion in zip(shard_sizes, shares.chosen, shares.proportions, strict=True):
         of_stream = None if block_size is None else max(1, int(block_size * proportion))
         order = epoch_order([sizes], chosen=[chosen], block_size=of_stream, **settings)
-        if filled_for is not None:
-            order = FilledOrder(order, filled_for)
         orders.append(OffsetOrder(order, first))
         first += int(np.sum(sizes))
     return orders
 
 
 def batched_deal(
-    *, batching_method: str, algorithm: str | None, num_positions: int, start: int, world: World, batch_size: int
+    *, batching_method: str, num_positions: int, start: int, world: World, batch_size: int
 ) -> RemainingPositions:
     """Return how the batches of a `batched_order` are dealt.
 
@@ -240,10 +205,7 @@ def batched_deal(
             f" {samples} samples ({world.num_ranks} ranks, batch_size={batch_size}), and this is inside of one."
             " Continue with the global batch size that the run began with."
         )
-    is_in_turn = batching_method == "stratified" and algorithm not in (None, DEFAULT)
-    return RemainingPositions(
-        num_positions=num_positions, start=start, world=world, batch_size=batch_size, is_in_turn=is_in_turn
-    )
+    return RemainingPositions(num_positions=num_positions, start=start, world=world, batch_size=batch_size)
 
 
 def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
@@ -288,37 +250,6 @@ class OffsetOrder:
         return self._first + self._order.sample_ids(positions)
 
 
-class FilledOrder:
-    """An order that repeats samples until all ranks have equally many, as in the original's last step.
-
-    Args:
-        order: The order to fill up.
-        world: The ranks that read it.
-    """
-
-    def __init__(self, order: EpochOrder, world: World) -> None:
-        self._order = order
-        self._deals = [
-            RemainingPositions(num_positions=order.num_positions, world=replace(world, rank=rank), batch_size=1)
-            for rank in range(world.num_ranks)
-        ]
-
-    @property
-    def num_positions(self) -> int:
-        """The number of positions, including the repeated samples."""
-        return self._deals[0].num_samples * len(self._deals)
-
-    def sample_ids(self, positions: Ints) -> Ints:
-        """Return the ids of the samples at these positions."""
-        positions = np.array(positions, np.int64)
-        for where in np.flatnonzero(positions >= self._order.num_positions):
-            position = int(positions[where])
-            num_nodes, ranks_per_node = nodes_of(self._deals[0].world)
-            rank = position % num_nodes * ranks_per_node + position // num_nodes % ranks_per_node
-            positions[where] = self._deals[rank].positions(position // len(self._deals))[0]
-        return self._order.sample_ids(positions)
-
-
 class StratifiedOrder:
     """Global batches with a fixed number of samples of each stream, until one stream lacks samples for another batch.
 
@@ -352,7 +283,6 @@ class PerStreamOrder:
     Args:
         orders: The orders of the streams.
         num_samples: The number of samples in a global batch.
-        drawn: The numpy seed for the order of the streams, as in the original. Used if ``key`` is None.
         key: The key for the order of the streams.
 
     Raises:
@@ -361,7 +291,7 @@ class PerStreamOrder:
     Source: ``batching/per_stream.py`` of MosaicML Streaming 0.13.
     """
 
-    def __init__(self, orders: Sequence[EpochOrder], num_samples: int, *, drawn: int, key: int | None) -> None:
+    def __init__(self, orders: Sequence[EpochOrder], num_samples: int, *, key: int) -> None:
         self._orders = orders
         self._num_samples = num_samples
         counts = [order.num_positions // num_samples for order in orders]
@@ -371,10 +301,7 @@ class PerStreamOrder:
                 f" a global batch of {num_samples}: none of them would be read. Pass a smaller batch_size."
             )
         self._streams = np.repeat(np.arange(len(counts)), counts)
-        if key is None:
-            np.random.default_rng(drawn).shuffle(self._streams)
-        else:
-            self._streams = self._streams[permutation(key, len(self._streams))]
+        self._streams = self._streams[permutation(key, len(self._streams))]
         # The number of each batch among the batches of its stream.
         order = np.argsort(self._streams, kind="stable")
         self._numbers = np.empty(len(order), np.int64)

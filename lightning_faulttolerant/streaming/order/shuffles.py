@@ -100,7 +100,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvenRows:
-    """Every sample once, with the longer rows spread evenly: `PaddedRows` without the repeats in the last column.
+    """Every sample once, with the longer rows spread evenly.
 
     Args:
         num_samples: The number of samples in the whole epoch.
@@ -123,52 +123,6 @@ class EvenRows:
             # The k-th row that is longer by one: the first c with (c + 1) * longer // num_rows = k + 1.
             rows = np.where(columns == length, ((rows + 1) * self.num_rows - 1) // longer, rows)
         return rows * self.num_samples // self.num_rows + columns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaddedRows:
-    """The layout of the original library: short rows repeat samples, so all have the same length.
-
-    Args:
-        num_samples: The number of samples in the whole epoch.
-        num_rows: The number of canonical nodes.
-        num_nodes: The number of nodes. If each row serves several nodes, its length is a multiple of their number.
-
-    Source: ``partition/orig.py`` of MosaicML Streaming 0.13.
-    """
-
-    num_samples: int
-    num_rows: int
-    num_nodes: int = 1
-
-    @property
-    def num_positions(self) -> int:
-        """The number of positions in the whole matrix, including its repeats."""
-        return self.num_rows * (self._length + self._padding)
-
-    def places(self, positions: Ints) -> Ints:
-        """Return the place of each position in the samples of the epoch."""
-        columns, rows = np.divmod(positions, self.num_rows)
-        if self.num_samples < self.num_rows or self.num_samples == self.num_rows < self.num_nodes:
-            # Too few samples: they repeat over the rows again and again.
-            return (rows * (self._length + self._padding) + columns) % self.num_samples
-        if self._padding:
-            ratio = self.num_nodes // self.num_rows
-            again = (columns - self._padding - ratio + 1) % self._length
-            columns = np.where(columns < self._length, columns, again)
-        stops = (rows + 1) * self.num_samples // self.num_rows
-        places: Ints = np.minimum(rows * self.num_samples // self.num_rows + columns, stops - 1)
-        return places
-
-    @property
-    def _length(self) -> int:
-        return -(-self.num_samples // self.num_rows)
-
-    @property
-    def _padding(self) -> int:
-        if self.num_rows >= self.num_nodes or self.num_nodes % self.num_rows:
-            return 0
-        return -self._length % (self.num_nodes // self.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +248,7 @@ class SequentialShardOrder:
         rows: The canonical nodes of the epoch.
     """
 
-    def __init__(self, units: Units, rows: EvenRows | PaddedRows) -> None:
+    def __init__(self, units: Units, rows: EvenRows) -> None:
         self._units = units
         self._rows = rows
         self._stops = np.cumsum(units.size)

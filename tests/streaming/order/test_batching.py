@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
 
 from lightning_faulttolerant.streaming.order import EpochOrder, Weight, batched_deal, batched_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.batching import portions
 from lightning_faulttolerant.streaming.world import World
-from tests.streaming.order.theirs import Theirs, their_streams
 
 SIZES = [[40, 35, 52], [60, 31], [97]]
 NUM_SAMPLES = [sum(sizes) for sizes in SIZES]
@@ -27,10 +25,11 @@ def batches_of(
     of_ranks = []
     for rank in range(nodes * ranks):
         place = World(rank=rank, num_ranks=nodes * ranks, ranks_per_node=ranks)
-        order = batched_order(SIZES, batching_method=method, shares=shares, world=place, batch_size=batch_size, **asked)
+        order = batched_order(
+            SIZES, batching_method=method, shares=shares, num_samples=nodes * ranks * batch_size, **asked
+        )
         deal = batched_deal(
             batching_method=method,
-            algorithm=asked.get("algorithm"),
             num_positions=order.num_positions,
             start=start,
             world=place,
@@ -38,67 +37,6 @@ def batches_of(
         )
         of_ranks.append([order.sample_ids(deal.positions(step)) for step in range(deal.num_steps)])
     return order, np.array(of_ranks)
-
-
-@given(
-    method=st.sampled_from(METHODS),
-    algorithm=st.sampled_from(["py1e", "py1s", "naive"]),
-    shuffle=st.booleans(),
-    world=st.sampled_from([(1, 1, 1), (1, 2, 2), (2, 1, 3), (2, 2, 1), (1, 3, 1), (4, 1, 1)]),
-    rows=st.sampled_from([1, 2, 4]),
-    batch_size=st.integers(3, 9),
-    epoch=st.integers(0, 2),
-    repeats=st.tuples(st.floats(0.5, 2), st.floats(0.5, 2), st.floats(0.5, 2)),
-    done=st.integers(0, 3),
-)
-@settings(max_examples=60)
-def test_batches_are_those_of_the_original(
-    method: str,
-    algorithm: str,
-    shuffle: bool,
-    world: tuple[int, int, int],
-    rows: int,
-    batch_size: int,
-    epoch: int,
-    repeats: tuple[float, float, float],
-    done: int,
-) -> None:
-    """Samples match one by one, on each rank, from the beginning and after a resume between two global batches."""
-    weights = [Weight(repeat=repeat) for repeat in repeats]
-    streams, _ = their_streams(weights, SIZES, None, 7)
-    of_step = world[0] * world[1] * batch_size
-    assume(min(stream.proportion for stream in streams) * of_step >= 1)
-    assume(min(stream.choose for stream in streams) >= of_step)
-    start = done * of_step
-    wanted = Theirs(SIZES, streams, "balanced", 1, 7).plan(
-        method,
-        world=world,
-        epoch=epoch,
-        sample=start,
-        num_canonical_nodes=rows,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        shuffle_algo=algorithm,
-        shuffle_block_size=300,
-    )
-    _, found = batches_of(
-        method,
-        world,
-        batch_size,
-        start=start,
-        weights=weights,
-        seed=7,
-        epoch=epoch,
-        shuffle=shuffle,
-        algorithm=algorithm,
-        block_size=300,
-        num_canonical_nodes=rows,
-    )
-    # Workers take steps in turn; whole batches of padding are at the end.
-    in_turn = wanted.transpose(0, 1, 3, 2, 4).reshape(world[0] * world[1], -1, batch_size)
-    num_steps = found.shape[1]
-    assert (in_turn[:, num_steps:] == -1).all()
-    assert found.tolist() == in_turn[:, :num_steps].tolist()
 
 
 @pytest.mark.parametrize("method", METHODS)
