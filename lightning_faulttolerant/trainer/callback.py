@@ -205,7 +205,8 @@ class FaultTolerance(AnyCallback):
         the fit, before the random states.
 
         Args:
-            name: The name in reports. It must not be registered yet.
+            name: The name in reports, or the path of an object that a checkpoint can't carry, as a message shows it. It
+                must not be registered yet.
             state_dict: Returns the state: numbers, strings, bytes, tensors, arrays, and containers of these.
             load_state_dict: Receives the value that `state_dict` returned.
 

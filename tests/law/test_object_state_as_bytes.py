@@ -112,7 +112,9 @@ def test_what_refers_to_live_objects_is_named(tmp_path: Path) -> None:
     """The object is named and not copied, since a copy of the module's layer would not be trained."""
     ended = fit(tmp_path, Wraps(), KillAt(3))
     assert ended.exit_code == -signal.SIGKILL
-    assert "Training has changed callbacks['Wraps#0'].made, which a checkpoint can't carry" in ended.output
+    assert (
+        "training has changed something that a checkpoint can't carry.\n  - callbacks['Wraps#0'].made" in ended.output
+    )
     assert "which refers to a Linear, which other objects also use" in ended.output
 
 
@@ -123,7 +125,7 @@ def test_named_where_it_is_not_trusted(tmp_path: Path) -> None:
     assert "a pandas.DataFrame, which only its library can read" in ended.output
     ended = fit(tmp_path, Tables(), trust_autosaves=False)
     assert ended.exit_code == 1
-    assert "can't be resumed exactly: training had changed something that a checkpoint can't carry" in ended.output
+    assert "can't be resumed exactly: training has changed something that a checkpoint can't carry" in ended.output
 
 
 @pytest.fixture

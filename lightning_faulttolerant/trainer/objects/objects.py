@@ -62,7 +62,10 @@ class Structure:
         found = {f"module.{name}": "a module that training has assigned; create it in __init__" for name in outer}
         moved = [name for name in now.keys() & before.keys() if now[name] is not before[name]]
         if any(id(now[name]) in self._ids for name in moved):
-            found["module"] = "layers that have changed places: they would get each other's optimizer states"
+            found["module"] = (
+                "layers that have changed places: they would get each other's optimizer states. Leave them in place, "
+                "and let forward choose"
+            )
         return found
 
 
@@ -95,13 +98,17 @@ def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
     """
     lost: Mapping[str, str] = state.get(LOST, {})
     if lost and strict:
-        lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
-        raise NotExactError(
-            f"{path} can't be resumed exactly: training had changed something that a checkpoint can't carry.\n"
-            f"{lines}\n"
-            "Give these objects state_dict and load_state_dict, or save their state with FaultTolerance.register; or "
-            "pass strict=False to continue without it."
-        )
+        raise NotExactError(_told(lost, path))
+
+
+def _told(lost: Mapping[str, str], path: str) -> str:
+    lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
+    return (
+        f"{path} can't be resumed exactly: training has changed something that a checkpoint can't carry.\n{lines}\n"
+        "Unless a line says what to do, set it in on_load_checkpoint of the module or callback that holds it, or pass "
+        f"two functions: FaultTolerance.register({next(iter(lost))!r}, state_dict, load_state_dict); or pass "
+        "strict=False to continue without it."
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -231,12 +238,13 @@ class Objects:
             self._loaders.exactness.refuse(f"{reason} {remedy}")
         return state
 
-    def state_dict(self, where: str, places: Mapping[str, object]) -> dict[str, Any]:
+    def state_dict(self, where: str, places: Mapping[str, object], *, strict: bool = False) -> dict[str, Any]:
         """Return the changes since the baseline, and those among them that can't be carried.
 
         Args:
             where: The place in the fit.
             places: The states of the loaders. Their workers report what they can't carry.
+            strict: Whether what can't be carried is an error; otherwise it is a warning.
         """
         if self._baseline is None:
             return {}
@@ -246,7 +254,7 @@ class Objects:
         state, self.live = current.state_dict(), current.live
         state[LOST].update(lost_in_loaders(places))
         made_again = _made_again(self._users(), state[LOST]) + self._replayed(current, state[LOST])
-        for path in (*self._carried_by_hooks(state[LOST]), *made_again):
+        for path in (*self._carried_by_users(state[LOST]), *made_again):
             state[LOST].pop(path, None)
         state[LOST].update(lost_in_workers(places))
         state[LOST].update(self._not_made_again(self._baseline))
@@ -255,7 +263,7 @@ class Objects:
         }
         state[RELOADS] = self.reloads.last
         state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
-        self._warn_of(state[LOST])
+        self._tell(state[LOST], strict=strict)
         if where == FINISHED:  # a run that trains further sets its own limits
             state[NODES].pop(FIT_LOOP, None)
         return state
@@ -265,7 +273,9 @@ class Objects:
         skipped = made_at_epoch_start(self._roots.owners())
         live = {path: reason for path, reason in baseline.state.live.items() if path in skipped}
         found = {
-            path: (f"{reason}, and a resume in the middle of an epoch does not call the hook")
+            path: (
+                f"{reason}, and a resume in the middle of an epoch does not call the hook; create it in on_train_start"
+            )
             for path, reason in live.items()
         }
         return {**found, **(baseline.structure.lost() if baseline.structure is not None else {})}
@@ -276,24 +286,19 @@ class Objects:
         at = list(current.things_of(lambda value: id(value) in ids)) if ids and lost else []
         return [path for path in lost if any(is_at(path, other) for other in at)]
 
-    def _carried_by_hooks(self, lost: Mapping[str, str]) -> list[str]:
-        """Return the lost paths that their owners save and load themselves, in Lightning's hooks."""
-        own = {
-            f"{path}.{name}" for path, owner in self._roots.owners().items() for name in _names_in_hooks(type(owner))
-        }
+    def _carried_by_users(self, lost: Mapping[str, str]) -> list[str]:
+        """Return the lost paths that are registered, or that their owners save and load in Lightning's hooks."""
+        own = {*self._registered}
+        for path, owner in self._roots.owners().items():
+            own |= {f"{path}.{name}" for name in _names_in_hooks(type(owner))}
         return [path for path in lost if any(is_at(path, name) for name in own)]
 
-    def _warn_of(self, lost: Mapping[str, str]) -> None:
-        for path, reason in lost.items():
-            if path not in self._warned_of:
-                self._warned_of.add(path)
-                _log.warning(
-                    "Training has changed %s, which a checkpoint can't carry: %s. A resumed run would continue "
-                    "without it. Give the object state_dict and load_state_dict, or save its state with "
-                    "FaultTolerance.register.",
-                    path,
-                    reason,
-                )
+    def _tell(self, lost: Mapping[str, str], *, strict: bool) -> None:
+        new = {path: reason for path, reason in lost.items() if path not in self._warned_of}
+        refuse_lost({LOST: lost}, "This run", strict=strict)
+        if new:
+            self._warned_of.update(new)
+            _log.warning("%s", _told(new, "This run"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state. Return a line for each thing that is not as it was."""

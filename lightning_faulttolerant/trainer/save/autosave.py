@@ -238,7 +238,9 @@ class Autosaver:
         began = self.pace.now()
         self.around.before_save()
         self.settle()
-        self._save(self._taken(position, self.contents.own_state(position)), position, began)
+        # What can't be carried is an error as long as no time is lost.
+        state = self.contents.own_state(position, strict=self._options.strict and self.pace.is_first)
+        self._save(self._taken(position, state), position, began)
 
     def save_unless_saved(self, position: TrainerPosition) -> None:
         """Save the state of this instant, unless it was just saved."""

@@ -35,6 +35,7 @@ from lightning_faulttolerant.checkpoint.schema import (
 )
 from lightning_faulttolerant.checkpoint.trust import Packed, pack
 from lightning_faulttolerant.checkpoint.verify import unsafe_paths
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.packing import blob_to_tensor
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.bases import is_lightnings
@@ -96,7 +97,7 @@ def can_wait(error: Exception, trainer: Trainer, position: TrainerPosition) -> b
             rank alone.
         position: The position of the first boundary.
     """
-    if trainer.world_size > 1 or position.global_step or position.batch:
+    if trainer.world_size > 1 or position.global_step or position.batch or isinstance(error, NotExactError):
         return False
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     hook = next((name for name in _HOOKS if name in names), None)
@@ -316,9 +317,9 @@ class CheckpointContents:
             if save.before_validation is not None:
                 part["before_validation"] = dict(save.before_validation)
 
-    def own_state(self, position: TrainerPosition) -> dict[str, object]:
-        """Return the state of this instant, without the parts that Lightning's checkpoint has."""
-        return self._times.timed(lambda: self._run_state.state_dict(position))
+    def own_state(self, position: TrainerPosition, *, strict: bool = False) -> dict[str, object]:
+        """Return the state of this instant, without the parts that Lightning's checkpoint has; `strict` as there."""
+        return self._times.timed(lambda: self._run_state.state_dict(position, strict=strict))
 
     def gathered(
         self,

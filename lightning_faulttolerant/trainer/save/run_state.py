@@ -170,6 +170,7 @@ class _Moment:
         is_iterating: Whether the next batch comes from the iterators that the training loaders have here.
         is_evaluating: Whether a validation run or an evaluation is in progress.
         has_gradients: Whether gradients are part of the state.
+        strict: Whether what a checkpoint can't carry is an error.
         state: The parts that have been read.
     """
 
@@ -177,6 +178,7 @@ class _Moment:
     is_iterating: bool
     is_evaluating: bool
     has_gradients: bool
+    strict: bool
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -248,10 +250,14 @@ class RunState:
         for tracker in self.loaders.trackers.values():
             tracker.held.refresh(whole=True)
 
-    def state_dict(self, position: TrainerPosition) -> dict[str, Any]:
-        """Return the state of this rank: `PARTS`, by their names."""
+    def state_dict(self, position: TrainerPosition, *, strict: bool = False) -> dict[str, Any]:
+        """Return the state of this rank: `PARTS`, by their names.
+
+        Raises:
+            NotExactError: If `strict`, and a checkpoint can't carry what training has changed.
+        """
         self._refresh()
-        at = self._moment(position)
+        at = self._moment(position, strict=strict)
         if at.has_gradients:
             reshard(self.trainer)
         for part in PARTS:
@@ -259,7 +265,7 @@ class RunState:
                 at.state[part.name] = part.state_dict(self, at)
         return at.state
 
-    def _moment(self, position: TrainerPosition) -> _Moment:
+    def _moment(self, position: TrainerPosition, *, strict: bool) -> _Moment:
         # A validation step may have computed gradients.
         has_gradients = keeps_gradients(self.trainer) or compat.is_accumulating(self.trainer)
         is_validating = position.where == IN_VALIDATION
@@ -268,6 +274,7 @@ class RunState:
             is_iterating=self._is_iterating(position),
             is_evaluating=is_validating or position.where in IN_EVALUATION,
             has_gradients=has_gradients or is_validating,
+            strict=strict,
         )
 
     def _is_iterating(self, position: TrainerPosition) -> bool:
@@ -425,7 +432,7 @@ PARTS = (
     Part(
         OBJECTS,
         OBJECT_STATE,
-        lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"]),
+        lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"], strict=at.strict),
         _load_objects,
     ),
     Part(

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import select
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance, NotExactError, ResumeReport
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.objects.objects import NO_OBJECT_STATE
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.save.run_state import TITLES
 from tests.data_sets import NoisyDataset
-from tests.runs import Net, make_trainer
+from tests.faults import RaiseIn
+from tests.runs import Net, fit_net, make_trainer
 
 PART = "lightning_faulttolerant"
 
@@ -200,11 +204,109 @@ def test_what_cannot_be_carried_is_refused(tmp_path: Path, caplog: pytest.LogCap
     line = "module.turns: an iterator (itertools.cycle), which can't be copied"
     warnings = [record.message for record in caplog.records if "module.turns" in record.message]
     assert len(warnings) == 1
-    assert "state_dict and load_state_dict" in warnings[0]
+    assert "FaultTolerance.register('module.turns', state_dict, load_state_dict)" in warnings[0]
     assert torch.load(path, weights_only=True)[PART]["ranks"][0]["objects"]["lost"] == dict([line.split(": ")])
     with pytest.raises(NotExactError, match=r"module\.turns: an iterator"):
         fit(tmp_path, Turns(), [FaultTolerance(tmp_path / "strict")], ckpt_path=path)
     assert resume(tmp_path, path, Turns()).objects == (line,)
+
+
+class Deals(Net):
+    """Weights its loss by an iterator that its first epoch creates."""
+
+    dealer: Any = None
+    num_dealt = 0
+
+    def dealt(self, num_dealt: int) -> Any:
+        return itertools.islice(itertools.cycle([1.0, 2.0, 3.0]), num_dealt, None)
+
+    def on_train_epoch_start(self) -> None:
+        self.dealer = self.dealer or self.dealt(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_dealt += 1
+        loss: Tensor = super().training_step(batch, batch_idx) * next(self.dealer)
+        return loss
+
+
+class Lists(Deals):
+    """Puts a function without a name into an object of a library."""
+
+    def on_train_epoch_start(self) -> None:
+        self.dealer = self.dealt(0)
+        self.counted: Any = Counter(a=lambda: None)  # type: ignore[arg-type]
+
+
+class Grows(Net):
+    """Creates a layer when it trains."""
+
+    def on_train_epoch_start(self) -> None:
+        self.grown = nn.Linear(1, 1)
+
+
+class Opens(Net):
+    """Opens a resource of the system in each epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        self.opened = select.epoll()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert not self.opened.closed
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [(Deals, ["dealer"]), (Lists, ["counted", "dealer"]), (Grows, ["grown"]), (Opens, ["opened"])],
+)
+def test_what_is_known_at_the_first_boundary_is_an_error_there(
+    module: type[Net], names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No batch is trained, and nothing is left that the mended script could find; a lax fit trains with one warning."""
+    with pytest.raises(NotExactError, match=r"(?s)This run.*" + ".*".join(rf"module\.{name}: " for name in names)):
+        fit(tmp_path, module(), [FaultTolerance(tmp_path / "strict"), RaiseIn("on_train_batch_start", 0)])
+    assert not list(tmp_path.rglob("*.ckpt"))
+    assert "can't carry" not in caplog.text
+    fit(tmp_path, module(), [FaultTolerance(tmp_path / "lax", strict=False)])
+    [_] = [record for record in caplog.records if "can't carry" in record.message]
+
+
+class SetsInHook(Deals):
+    """Follows the first remedy."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_dealt"] = self.num_dealt
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.dealer = self.dealt(checkpoint["num_dealt"])
+
+
+class Registered(Deals):
+    """Follows the second remedy."""
+
+    def load(self, num_dealt: Any) -> None:
+        self.dealer = self.dealt(num_dealt)
+
+
+class OpensOnce(Opens):
+    """Follows the remedy for what a skipped hook creates."""
+
+    on_train_start = Opens.on_train_epoch_start
+    on_train_epoch_start = Net.on_train_epoch_start
+
+
+@pytest.mark.parametrize("kind", [SetsInHook, Registered, OpensOnce])
+def test_each_remedy_works(kind: type[Net]) -> None:
+    """A script that does what the message says resumes exactly."""
+
+    def fits(callbacks: list[Callback], directory: Path) -> Trainer:
+        module = kind()
+        for one in callbacks:
+            if isinstance(module, Registered) and isinstance(one, FaultTolerance):
+                one.register("module.dealer", lambda: module.num_dealt, module.load)
+        return fit_net(callbacks, directory, module=module, max_epochs=1)
+
+    assert_resumes_exactly(fits, [KillAt(3)], options={"every_n_train_steps": 1})
 
 
 class Iterates(Net):
