@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.runs import LATER_SHORT_EPOCH, Net, assert_continues, fit_net
 
@@ -55,10 +57,93 @@ class Taught(Net):
         return loss + self.teacher(torch.rand(4, next(self.layers.parameters()).shape[1])).square().mean()
 
 
-@pytest.mark.parametrize("module", [Drops, Halves, Taught])
+class Copies(Taught):
+    """Has a teacher that a hook copies from it at the start, and that stays as it is."""
+
+    def on_fit_start(self) -> None:
+        self.teacher[0].load_state_dict(self.layers.state_dict())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher[0].eval()(batch)
+        return Net.training_step(self, batch, batch_idx) + (self.layers(batch) - taught).square().mean()
+
+
+class Renames(Net):
+    """Saves its weights under other names, and translates them when it loads."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"old.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name[4:]: value for name, value in state_dict.items()}, *args, **kwargs)
+
+
+class Adapts(Taught):
+    """Trains an adapter of a frozen base, and saves only the adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+        nn.init.orthogonal_(self.teacher[0].weight, generator=torch.Generator().manual_seed(1))
+        nn.init.zeros_(self.teacher[0].bias)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Net.training_step(self, self.teacher(batch), batch_idx)
+
+
+@pytest.mark.parametrize("module", [Drops, Halves, Taught, Copies, Renames, Adapts])
 def test_left_out_weights_that_training_changes_are_carried(module: type[Net]) -> None:
-    """A dropped layer, rounded weights, and a teacher continue."""
+    """A dropped layer, rounded and renamed weights, and teachers continue, and so does an adapter of a frozen base."""
     assert_continues(LATER_SHORT_EPOCH, module=module)
+
+
+def test_no_weight_is_carried_twice(tmp_path: Path) -> None:
+    """A file holds renamed weights once, and a frozen base not at all."""
+    saved = {}
+    for module in (Renames(), Adapts()):
+        path = tmp_path / type(module).__name__
+        fit_net([FaultTolerance(path)], tmp_path, module=module, max_epochs=1)
+        saved[type(module)] = torch.load(max(path.rglob("*.ckpt")), weights_only=True)
+    buffers = saved[Renames]["lightning_faulttolerant"]["ranks"][0]["buffers"]
+    weights = saved[Renames]["state_dict"]
+    assert [weights[f"old.{name}"].data_ptr() for name in buffers] == [one.data_ptr() for one in buffers.values()]
+    assert len(buffers) == len(weights)
+    assert not saved[Adapts]["lightning_faulttolerant"]["ranks"][0]["buffers"]
+
+
+class DropsStates(Net):
+    """Leaves out all that isn't weights."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+        checkpoint["lr_schedulers"].clear()
+        for name in ("loops", "callbacks"):
+            del checkpoint[name]
+
+
+class ThinsStates(Net):
+    """Keeps parts of the states, changes some, and adds another."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        [state] = checkpoint["optimizer_states"]
+        checkpoint["optimizer_states"] = [
+            {
+                "state": {number: {"step": one["step"]} for number, one in state["state"].items()},
+                "param_groups": [{**group, "lr": 7.0} for group in state["param_groups"]],
+            }
+        ]
+        checkpoint["lr_schedulers"] = None
+        checkpoint["callbacks"] = {name: {"another": 1} for name in checkpoint["callbacks"]}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
+
+
+@pytest.mark.parametrize("module", [DropsStates, ThinsStates])
+def test_states_that_hooks_drop_from_autosaves_continue(module: type[Net]) -> None:
+    """Optimizers, schedulers, callbacks, and loops continue from what Lightning has dumped; additions stay."""
+    assert_continues(LATER_SHORT_EPOCH, module=module, users=lambda: [EarlyStopping("val_loss", patience=9)])
 
 
 def test_left_out_weights_are_carried_through_two_starts() -> None:

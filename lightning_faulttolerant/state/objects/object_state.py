@@ -122,7 +122,7 @@ class ObjectState:
         self._graph.expand_tensors(lambda tensor: _form(tensor) in originals)
         nodes = ((path, node.value) for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
         copies = {path: v for path, v in nodes if any(_is_copy(v, one) for one in originals.get(_form(v), ()))}
-        holders = {_holder_of(path) for path, tensor in copies.items() if not _is_constant(tensor)}
+        holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
         self.carry({path: {_CONTENT} for path in copies if _holder_of(path) in holders})
 
     @property
@@ -350,7 +350,8 @@ def _is_copy(tensor: Tensor, original: Tensor) -> bool:
     return is_plain and tensor is not original and torch.equal(tensor, original)
 
 
-def _is_constant(tensor: Tensor) -> bool:
+def is_constant(tensor: Tensor) -> bool:
+    """Return whether all elements of a tensor are equal."""
     flat = tensor.detach().reshape(-1)
     return not flat.numel() or bool((flat == flat[0]).all())
 

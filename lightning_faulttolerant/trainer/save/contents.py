@@ -65,6 +65,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     without_state,
 )
 from lightning_faulttolerant.trainer.resume.loaded import rewritten_in
+from lightning_faulttolerant.trainer.save.left_out import dump
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
@@ -338,7 +339,7 @@ class CheckpointContents:
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
-                checkpoint = self._times.timed(lambda: compat.dump_checkpoint(self._trainer))
+                checkpoint = self._times.timed(lambda: dump(self._trainer))
         finally:
             self.is_dumping = False
         rewritten = rewritten_in(checkpoint, self._trainer)

@@ -1,11 +1,13 @@
 """What users leave out of a checkpoint: weights that a hook drops or rounds, or that a ``state_dict`` lacks.
 
 Lightning loads the rest, and such a layer would start again. What training has changed is carried in our part of the
-checkpoint. What it has not changed, such as a frozen base, is only compared: a new process makes it again.
+checkpoint. What it has not changed, such as a frozen base, is only compared: a new process makes it again. All else
+that a hook drops stays in our autosaves.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
@@ -13,9 +15,14 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.state.objects.object_state import is_constant
 from lightning_faulttolerant.state.tensors import is_readable, load_buffers, sums_of_bits, weights_of
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import without_masks
+from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
+
+_WEIGHTS: Final = "state_dict"
 
 LEFT_OUT: Final = "left_out"
 """The sums of the weights that a checkpoint leaves out and that training has not changed, in the state of a rank."""
@@ -51,6 +58,10 @@ class LeftOut:
         named = without_masks(own)  # those of pruned weights are saved in another form
         left = {name: one for name, one in own.items() if name in named and not _is_saved(one, weights.get(name))}
         first = self._first or {}
+        trained = {first.get(name) for name in named.keys() - left.keys()}
+        copies = {name: one for name, one in left.items() if name in first and first[name] in trained}
+        if not all(map(is_constant, copies.values())):
+            self.carry(copies)  # code that copies weights at a start would copy later ones in a resumed run
         sums = {name: total for name, total in sums_of_bits(left).items() if first.get(name) == total}
         return {name: one.detach() for name, one in left.items() if name not in sums}, sums
 
@@ -73,6 +84,45 @@ class LeftOut:
             "it with the same values at each start, or save it"
             for name in others
         ]
+
+
+def dump(trainer: Trainer) -> dict[str, Any]:
+    """Return Lightning's checkpoint, with all but weights that hooks drop: states of optimizers and callbacks, loops.
+
+    What hooks add stays, and so does a tensor in another form, which their ``on_load_checkpoint`` translates.
+    """
+    first: dict[str, Any] = {}
+
+    def note(original: Method, checkpoint: dict[str, Any]) -> None:
+        original(checkpoint)
+        first.update(_containers_copied({name: one for name, one in checkpoint.items() if name != _WEIGHTS}))
+
+    patches = Patches()
+    patches.around(trainer.precision_plugin, "on_save_checkpoint", note)  # the last thing before the users' hooks
+    try:
+        checkpoint = compat.dump_checkpoint(trainer)
+    finally:
+        patches.undo()
+    return {**checkpoint, **{name: _with_dropped(checkpoint.get(name), one) for name, one in first.items()}}
+
+
+def _containers_copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _containers_copied(one) for key, one in value.items()}
+    return [_containers_copied(one) for one in value] if isinstance(value, list) else value
+
+
+def _with_dropped(now: Any, first: Any) -> Any:
+    """Return a value that hooks have left, with what was in it before."""
+    if isinstance(now, dict) and isinstance(first, dict):
+        kept = {key: _with_dropped(now.get(key), one) for key, one in first.items()}
+        is_same = all(key in now and now[key] is one for key, one in kept.items())
+        return now if is_same else {**kept, **{key: one for key, one in now.items() if key not in kept}}
+    if isinstance(now, list) and isinstance(first, list) and len(now) == len(first):
+        items = list(map(_with_dropped, now, first))
+        return now if all(map(operator.is_, items, now)) else items
+    is_translated = isinstance(now, Tensor) or not isinstance(now, (type(first), type(None)))
+    return now if is_translated else first
 
 
 def load_left_out(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
