@@ -19,6 +19,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt
 from tests.data_sets import CountingSampler, NoisyDataset, Unsized
+from tests.groups import run_group
 from tests.processes import run
 from tests.runs import Net, fit_net, make_trainer
 
@@ -190,6 +191,26 @@ class KillAtValidated(Callback):
     def on_validation_batch_start(self, trainer: Trainer, module: LightningModule, *batch: Any) -> None:
         if batch[1] == self.batch:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_what_only_one_rank_loses_is_inherited(tmp_path: Path) -> None:
+    """The report of rank 0 says what another rank could not restore at an earlier start, once."""
+
+    def start(*faults: Callback, loses: int | None = 1, strict: bool = True) -> str:
+        def main(rank: int) -> None:
+            ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1, strict=strict)
+            module = Counts(has_list=rank != loses)
+            fit_net([ours, *faults], tmp_path, module=module, num_sanity_val_steps=0, devices=2, strategy="ddp")
+
+        return run_group(main, num_ranks=2, directory=tmp_path)[1]
+
+    start(KillAt(2), loses=None)
+    output, _, _ = start(KillAt(1), strict=False).partition("--- rank 1")
+    assert "Resumed exactly" in output
+    output, _, _ = start().partition("--- rank 1")
+    line = r"NOT EXACT since it resumed before batch 2 of epoch 0: without module\.counts: it no longer exists"
+    assert len(re.findall(line, output)) == 1, output
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

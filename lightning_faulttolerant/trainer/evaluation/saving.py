@@ -411,7 +411,7 @@ class EvaluationSaver:
         header = self._header()
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
-        states = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}})
+        states = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}}, header)
         if states is None:
             return {}
         part = part_with(header, world_size=self._trainer.world_size, position=position.state_dict(), states=states)

@@ -13,7 +13,14 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, as_bytes, joined, packed_state
-from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, CheckpointPart, Instead
+from lightning_faulttolerant.checkpoint.schema import (
+    KEY,
+    NOT_EXACT,
+    PICKLED,
+    CheckpointPart,
+    Instead,
+    PartHeader,
+)
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
@@ -67,6 +74,7 @@ def gather(
     position: TrainerPosition,
     state: Mapping[str, object],
     full: Mapping[str, object],
+    header: PartHeader,
     times: OwnTimes | None = None,
 ) -> dict[str, Any] | None:
     """Return the states of all ranks on rank 0, ready for `part_with`, and ``None`` on the others; a collective.
@@ -76,6 +84,7 @@ def gather(
         position: Where this rank is; all must be at the same place.
         state: The state of this rank, in the form kept for rank 0.
         full: The same state, from `full_state`.
+        header: What this rank says about the run. Rank 0's gets the reasons of all ranks why the run is not exact.
         times: What this rank has spent its time on, which travels with the state. Rank 0's hears that of all.
 
     Raises:
@@ -87,15 +96,17 @@ def gather(
     own = state if ranks.rank == 0 else difference(full, digests)
     packed = on_cpu(pack_blobs(own))
     own_times = None if times is None else times.take()
-    gathered = ranks.to_first("state", (position, packed if ranks.rank == 0 else as_bytes(packed), own_times))
+    packed = packed if ranks.rank == 0 else as_bytes(packed)
+    gathered = ranks.to_first("state", (position, packed, own_times, header[NOT_EXACT]))
     if gathered is None:
         return None
-    elsewhere = {place: str(other) for place, (other, _, _) in enumerate(gathered) if other != position}
+    elsewhere = {place: str(other) for place, (other, *_) in enumerate(gathered) if other != position}
     if elsewhere:
         raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
     if times is not None:
-        times.hear([seconds for _, _, seconds in gathered])
-    return joined([kept for _, kept, _ in gathered])
+        times.hear([seconds for _, _, seconds, _ in gathered])
+    header[NOT_EXACT] = list(dict.fromkeys(reason for *_, reasons in gathered for reason in reasons))
+    return joined([kept for _, kept, *_ in gathered])
 
 
 def state_of(part: CheckpointPart, rank: int, checkpoint: Mapping[str, object]) -> dict[str, Any]:

@@ -377,7 +377,7 @@ class CheckpointContents:
         checkpoint = as_captured(checkpoint, instead, self._trainer)
         buffers = {} if instead is None else instead["buffers"]
         full = full_state(state, checkpoint, self._trainer.lightning_module, buffers=buffers)
-        states = gather(ranks, position, state, full, times)
+        states = gather(ranks, position, state, full, header, times)
         if states is None:
             return None
         world_size = self._trainer.world_size
