@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
-from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant import FaultTolerance, NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.runs import LATER_SHORT_EPOCH, Net, assert_continues, fit_net
 
@@ -138,6 +138,29 @@ class ThinsStates(Net):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
+
+
+class DropsOptimizers(Net):
+    """Leaves out the states of its optimizers, and saves a checkpoint of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/own.ckpt")
+
+
+def test_states_that_a_users_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    """A resume from a checkpoint of the user's without them is refused; one that isn't strict reports it."""
+    fit_net([FaultTolerance(tmp_path / "first")], tmp_path, module=DropsOptimizers(), max_epochs=1)
+    path, reason = tmp_path / "own.ckpt", "optimizers: the checkpoint has the states of 0 of 1"
+    with pytest.raises(NotExactError, match=reason):
+        fit_net([FaultTolerance(tmp_path / "second")], tmp_path, module=DropsOptimizers(), ckpt_path=path)
+    lax = FaultTolerance(tmp_path / "third", strict=False)
+    fit_net([lax], tmp_path, module=DropsOptimizers(), ckpt_path=path)
+    assert lax.resume_report is not None
+    assert [line.partition(";")[0] for line in lax.resume_report.not_exact] == [reason]
+    assert "optimizers" not in lax.resume_report.exact
 
 
 @pytest.mark.parametrize("module", [DropsStates, ThinsStates])

@@ -231,6 +231,7 @@ class RestoredState:
             **{f"[Callback]{callback.state_key}": callback for callback in compat.callbacks(trainer)},
         }
         self._watched: dict[Path, Any] = {}
+        self._num_saved: dict[str, int] = {}
         self._reasons: list[str] = []
         self.notes: list[str] = []
         """A line for each hook whose changes are undone."""
@@ -264,6 +265,8 @@ class RestoredState:
             checkpoint: The checkpoint.
             rewritten: The parts of it from `rewritten_in`.
         """
+        lists = {"optimizers": checkpoint.get("optimizer_states"), "schedulers": checkpoint.get("lr_schedulers")}
+        self._num_saved = {name: len(states) for name, states in lists.items() if isinstance(states, list)}
         if not any(self._is_users(f"{owner}.{_LOAD_HOOK}") for owner in self._owners):
             return
         # What a checkpoint of Lightning's has of a run, and the type that it has there.
@@ -317,6 +320,14 @@ class RestoredState:
         self._parts.pop(_CHECKPOINT, None)
         names = {id(one): name for name, one in self._trainer.lightning_module.named_parameters()}
         self._parts[_TRAINING] = LoadedValues(lambda: _training(self._trainer), names)
+        # Autosaves have all states. Lightning loads those that there are.
+        num = {"optimizers": len(self._trainer.optimizers), "schedulers": len(self._trainer.lr_scheduler_configs)}
+        self._reasons += [
+            f"{name}: the checkpoint has the states of {saved} of {num[name]}; resume from an autosave, which has all"
+            for name, saved in self._num_saved.items()
+            if saved < num[name]
+        ]
+        self._num_saved = {}
 
     def put_back(self) -> list[str]:
         """Put back what has changed since. Return a reason for each value that is not the run's."""

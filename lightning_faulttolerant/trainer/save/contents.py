@@ -339,7 +339,8 @@ class CheckpointContents:
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
-                checkpoint = self._times.timed(lambda: dump(self._trainer))
+                has_hooks = overrides_save_hook(self._trainer)
+                checkpoint = self._times.timed(lambda: dump(self._trainer, has_hooks=has_hooks))
         finally:
             self.is_dumping = False
         rewritten = rewritten_in(checkpoint, self._trainer)

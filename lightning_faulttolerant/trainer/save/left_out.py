@@ -86,11 +86,17 @@ class LeftOut:
         ]
 
 
-def dump(trainer: Trainer) -> dict[str, Any]:
+def dump(trainer: Trainer, *, has_hooks: bool) -> dict[str, Any]:
     """Return Lightning's checkpoint, with all but weights that hooks drop: states of optimizers and callbacks, loops.
 
     What hooks add stays, and so does a tensor in another form, which their ``on_load_checkpoint`` translates.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        has_hooks: Whether users have hooks that are called for the checkpoint.
     """
+    if not has_hooks:
+        return compat.dump_checkpoint(trainer)
     first: dict[str, Any] = {}
 
     def note(original: Method, checkpoint: dict[str, Any]) -> None:
