@@ -130,7 +130,7 @@ class ThinsStates(Net):
         checkpoint["optimizer_states"] = [
             {
                 "state": {number: {"step": one["step"]} for number, one in state["state"].items()},
-                "param_groups": [{**group, "lr": 7.0} for group in state["param_groups"]],
+                "param_groups": [{**group, "lr": 7} for group in state["param_groups"]],
             }
         ]
         checkpoint["lr_schedulers"] = None

@@ -127,8 +127,8 @@ def _with_dropped(now: Any, first: Any) -> Any:
     if isinstance(now, list) and isinstance(first, list) and len(now) == len(first):
         items = list(map(_with_dropped, now, first))
         return now if all(map(operator.is_, items, now)) else items
-    is_translated = isinstance(now, Tensor) or not isinstance(now, (type(first), type(None)))
-    return now if is_translated else first
+    is_translated = isinstance(first, (dict, list)) and not isinstance(now, (dict, list, type(None)))
+    return now if is_translated or isinstance(now, Tensor) else first
 
 
 def load_left_out(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
