@@ -392,7 +392,7 @@ class IndexSide:
         return rest
 
     def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[object]:
-        rest = replay.run_through(indices, self.states.go_back_to)
+        rest = replay.run_through(indices, self.states)
         if not replay.is_same:
             self._differs(plan)
         elif replay.not_compared:

@@ -288,9 +288,9 @@ class IterableSide(IterableDataset[Any]):
             return
         self._restore(record.first)
         drawn = DrawnAgain(samples)
-        for at, states in record.log.states():
+        for at, states_after in record.log.by_batch():
             drawn.draw_up_to(at)
-            self._restore(RandomStates.from_states(states))
+            self._restore(RandomStates.from_states(states_after(self._states())))
         drawn.draw_up_to(record.num_samples)
         if (drawn.num_drawn, drawn.digest) != (record.num_samples, record.digest):
             self._differs(record.num_samples)

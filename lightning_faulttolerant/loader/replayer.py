@@ -153,17 +153,18 @@ class Chain:
         state: Mapping[str, Any],
         make_iterator: Callable[[], Iterator[object]],
         *,
+        now: Callable[[], Mapping[str, bytes]],
         restore: Callable[[RandomStates], None],
         load_objects: Callable[[Mapping[str, object]], None],
     ) -> tuple[Iterator[object], bool]:
         """Draw the batches of `state_dict` again; return the last iterator, and whether the result is the same."""
-        noted = self.log.states()
+        noted = self.log.by_batch()
         upcoming = next(noted, None)
 
         def step(number: int) -> None:
             nonlocal upcoming
             if upcoming is not None and upcoming[0] == number:
-                restore(RandomStates.from_states(upcoming[1]))
+                restore(RandomStates.from_states(upcoming[1](now())))
                 upcoming = next(noted, None)
 
         restore(self.start)
@@ -308,7 +309,13 @@ class Replayer:
         num_batches = sum(num_out for num_out, _ in state["runs"])
         _log.info("%s draws %s consumed batches again.", self._name, num_batches)
         chain = Chain.from_state_dict(state)
-        batches, is_same = chain.play(state, make_iterator, restore=self._restore, load_objects=self._load)
+        batches, is_same = chain.play(
+            state,
+            make_iterator,
+            now=lambda: self.moment().states(),
+            restore=self._restore,
+            load_objects=self._load,
+        )
         if not is_same:
             self._differs(num_batches, chain.num_batches)
         iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))

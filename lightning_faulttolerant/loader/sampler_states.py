@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
-from lightning_faulttolerant.loader.index_record import IndexPlan, NotKept, RandomStates, pack_indices
+from lightning_faulttolerant.loader.index_record import IndexPlan, NotKept, RandomStates, pack_indices, states_now
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.samplers import (
     DrawLog,
@@ -165,17 +165,17 @@ class Replay:
         again = list(islice(indices, len(plan.recent)))
         return self._rest(again, indices) if self._is_recent(again) else None
 
-    def run_through(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[object]:
+    def run_through(self, indices: Iterator[object], states: SamplerStates) -> Iterator[object]:
         """Return the batches after the position of an iterator that has just been started.
 
         Args:
             indices: The sampler's iterator.
-            restore: Restores the random states of a moment.
+            states: Reads and restores the states that it draws from.
         """
         indices = map(next, repeat(indices))  # `iter` would restart a sampler that is its own iterator
         again: deque[object] = deque(maxlen=len(self._plan.recent))
         digest, num_drawn = START, 0
-        for batch in self._drawn(indices, restore):
+        for batch in self._drawn(indices, states):
             digest = updated(digest, batch, self.not_compared)
             num_drawn += 1
             again.append(batch)
@@ -185,12 +185,12 @@ class Replay:
         )
         return self._rest(found, indices)
 
-    def _drawn(self, indices: Iterator[object], restore: Callable[[RandomStates], None]) -> Iterator[object]:
+    def _drawn(self, indices: Iterator[object], states: SamplerStates) -> Iterator[object]:
         num_drawn = 0
-        for number, states in DrawLog(self._plan.log).states():
+        for number, states_after in DrawLog(self._plan.log).by_batch():
             yield from islice(indices, number - num_drawn)
             num_drawn = number
-            restore(RandomStates.from_states(states))
+            states.go_back_to(RandomStates.from_states(states_after(states_now(states.held))))
         yield from islice(indices, self._plan.handed_out - num_drawn)
 
     def _is_recent(self, again: list[object]) -> bool:

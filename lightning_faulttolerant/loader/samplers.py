@@ -1,17 +1,20 @@
 """The samplers of a loader: their epochs, their own states, and the generators that they draw from.
 
 A sampler may draw from a generator that the training also draws from. Started again and run through, it then yields
-other indices. So the state of that generator is kept for each batch before which other code had moved it. It is kept as
-the difference from the previous one: most draws change a few bytes of thousands.
+other indices. So the state of that generator is kept for each batch before which other code had moved it: as the
+number of words that the other code drew, where it can be found, so that a checkpoint doesn't grow with each batch.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -26,6 +29,9 @@ from torch.utils.data import (
 
 from lightning_faulttolerant.samplers.progress import Interruptible
 from lightning_faulttolerant.state.objects.kinds import follow_protocol
+from lightning_faulttolerant.state.twister import advanced, distance
+
+_log = logging.getLogger(__name__)
 
 
 def is_interruptible(sampler: object) -> bool:
@@ -102,22 +108,56 @@ def state_of(value: Any) -> Any:
     return copy.deepcopy(value.state_dict())
 
 
-_ENTRY = struct.Struct("<qqq")  # batch, length of the generator's name, length of the compressed difference
+_HEAD = struct.Struct("<qqq")  # batch, length of the generator's name, length of the compressed difference
+_MOST_BLOCKS = 1 << 15  # 20 million numbers
+_LARGE_BYTES = 8 << 20
+_LARGE = (
+    "The position of a loader takes %.0f MB in each checkpoint, and grows with each batch: it draws from the generator "
+    "%r, which other code seeds again between its draws. Give the sampler or data set its own generator."
+)
 _DRAW_ONCE = (DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 States = Mapping[str, bytes]
 
 
+class Noted(NamedTuple):
+    """A generator's state before a batch, as the difference from a base.
+
+    That is the state after ``num_words`` more words than when the sampler left it, or else the one noted before.
+    """
+
+    batch: int
+    name: str
+    num_words: int | None
+    base: bytes
+    difference: bytes
+    end: int
+
+    def state(self, now: States) -> bytes:
+        """Return the state, from the states that the sampler has left now."""
+        base = self.base if self.num_words is None else advanced(now.get(self.name, b""), self.num_words)
+        return _xor(zlib.decompress(self.difference), base) if self.difference else base
+
+
 class DrawLog:
-    """States of the generators that a sampler drew from, by batch."""
+    """States of the generators that a sampler drew from, by batch.
+
+    Training draws a similar number of words in each step. So an entry with a number counts its batch from the entry
+    before: most entries are equal, and the log of a checkpoint, which is compressed, hardly grows.
+    """
 
     def __init__(self, packed: bytes = b"") -> None:
         self.entries = [packed] if packed else []
         """The packed notes. More are only appended."""
         self._kept: dict[str, bytes] = {}
         self._left: dict[str, bytes] = {}
-        for _, states in self.states():
-            self._kept.update(states)
+        self._last = 0
+        self._num_bytes = len(packed)
+        self._most_blocks: dict[str, int] = {}
+        for noted in self.states():
+            self._last = noted.batch
+            if noted.num_words is None:
+                self._kept[noted.name] = noted.state({})
 
     def note(self, batch: int, before: States, after: States) -> None:
         """Note the states before and after the sampler yielded `batch`."""
@@ -131,41 +171,50 @@ class DrawLog:
             self._left[name] = after.get(name, b"")
 
     def _add(self, batch: int, name: str, state: bytes) -> None:
-        difference = zlib.compress(_xor(state, self._kept.get(name, b"")), 1)
-        encoded = name.encode()
-        self.entries.append(_ENTRY.pack(batch, len(encoded), len(difference)) + encoded + difference)
-        self._kept[name] = state
+        most = self._most_blocks.get(name, _MOST_BLOCKS)
+        found = distance(self._left.get(name, b""), state, most_blocks=most)
+        if found is None:
+            self._most_blocks[name] = most // 16  # where training seeds it in each step, the search ends soon
+            at, key, base = batch, name.encode(), self._kept.get(name, b"")
+            self._kept[name] = state
+        else:
+            at, key, base = batch - self._last, f"{name}\0{found[0]}".encode(), found[1]
+        self._last = batch
+        difference = b"" if base == state else zlib.compress(_xor(state, base), 1)
+        self.entries.append(_HEAD.pack(at, len(key), len(difference)) + key + difference)
+        self._num_bytes += len(self.entries[-1])
+        if self._num_bytes - len(self.entries[-1]) < _LARGE_BYTES <= self._num_bytes:
+            _log.warning(_LARGE, self._num_bytes / 1e6, name)
 
-    def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
-        """Yield each batch with the states to restore before the sampler yields it, in order."""
-        data = b"".join(self.entries)
-        kept: dict[str, bytes] = {}
-        found: tuple[int, dict[str, bytes]] | None = None
-        offset = 0
-        while offset < len(data):
-            batch, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
-            name_at = offset + _ENTRY.size
-            offset = name_at + name_bytes + difference_bytes
-            name = data[name_at : name_at + name_bytes].decode()
-            kept[name] = _xor(zlib.decompress(data[name_at + name_bytes : offset]), kept.get(name, b""))
-            if found is None or found[0] != batch:
-                if found is not None:
-                    yield found
-                found = batch, {}
-            found[1][name] = kept[name]
-        if found is not None:
-            yield found
+    def states(self) -> Iterator[Noted]:
+        """Yield the states to restore before the sampler yields a batch, in order."""
+        packed, kept, batch, end = self.pack(), dict[str, bytes](), 0, 0
+        while end < len(packed):
+            at, key_bytes, difference_bytes = _HEAD.unpack_from(packed, end)
+            key_at = end + _HEAD.size
+            difference_at = key_at + key_bytes
+            end = difference_at + difference_bytes
+            name, _, words = packed[key_at:difference_at].decode().partition("\0")
+            batch = batch + at if words else at
+            difference = packed[difference_at:end]
+            noted = Noted(batch, name, int(words) if words else None, kept.get(name, b""), difference, end)
+            if not words:
+                kept[name] = noted.state({})
+            yield noted
+
+    def by_batch(self) -> Iterator[tuple[int, Callable[[States], dict[str, bytes]]]]:
+        """Yield each batch before which states are to be restored, in order, with a function that returns them.
+
+        It takes the states that the sampler has left. One generator may have two names, so none is restored before all
+        are known.
+        """
+        for batch, noted in groupby(self.states(), key=lambda noted: noted.batch):
+            yield batch, partial(_states_of, list(noted))
 
     def until(self, batch: int) -> DrawLog:
         """Return the log of the batches before `batch`."""
-        data = b"".join(self.entries)
-        offset = 0
-        while offset < len(data):
-            noted, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
-            if noted >= batch:
-                break
-            offset += _ENTRY.size + name_bytes + difference_bytes
-        return DrawLog(data[:offset])
+        ends = [noted.end for noted in takewhile(lambda noted: noted.batch < batch, self.states())]
+        return DrawLog(self.pack()[: ends[-1] if ends else 0])
 
     def pack(self, num_entries: int | None = None) -> bytes:
         """Return the log as bytes, for `DrawLog`.
@@ -174,6 +223,10 @@ class DrawLog:
             num_entries: Its length at an earlier moment, for the log as it was then. Default: as it is now.
         """
         return b"".join(self.entries[:num_entries])
+
+
+def _states_of(entries: Sequence[Noted], now: States) -> dict[str, bytes]:
+    return {noted.name: noted.state(now) for noted in entries}
 
 
 _LIGHTNINGS_WRAPPER = "_IndexBatchSamplerWrapper"

@@ -25,6 +25,7 @@ from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.index_record import RandomStates, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.packing import pack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.index_sides import begin, make, resume
 from tests.loader.loops import safe, seed
@@ -197,6 +198,9 @@ class BufferShuffle:
 class ChunkShuffle:
     """Draws only now and then: a permutation for each chunk."""
 
+    def __init__(self) -> None:
+        self.same = torch.default_generator  # it has two names
+
     def __len__(self) -> int:
         return 30
 
@@ -205,20 +209,38 @@ class ChunkShuffle:
             yield from (start + torch.randperm(7)).tolist()
 
 
-@pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle])
-@pytest.mark.parametrize("cuts", [(1,), (5,), (13,), (29,), (4, 17)])
-def test_sampler_that_draws_as_it_goes_continues_exactly(sampler: type, cuts: tuple[int, ...]) -> None:
-    """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
+class DrawsAll(BufferShuffle):
+    """Draws from each kind of generator, also from its own."""
 
-    def others_draw() -> None:
-        random.random()
-        torch.rand(3)
+    def __init__(self) -> None:
+        self.own = (random.Random(0), np.random.RandomState(0), np.random.default_rng(0), torch.Generator())
+
+    def __iter__(self) -> Iterator[Any]:
+        python, numpy, other, of_torch = self.own
+        for index in super().__iter__():
+            drawn = np.random.randn(), torch.randn(()).item(), python.gauss(0, 1), numpy.randn(), other.random()
+            yield index, *drawn, torch.rand((), generator=of_torch).item()
+
+
+OTHERS = {
+    "few": lambda: (random.random(), torch.rand(3)),
+    "many": lambda: (torch.rand(20_000), np.random.rand(700), [random.random() for _ in range(1_000)]),
+    "Gaussians": lambda: (torch.randn(3), np.random.randn(3), random.gauss(0, 1)),
+    "seeded": lambda: (seed(5), torch.rand(700)),
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle, DrawsAll])
+@pytest.mark.parametrize("cuts", [(1,), (29,), (4, 17)])
+def test_sampler_that_draws_as_it_goes_continues_exactly(others: str, sampler: type, cuts: tuple[int, ...]) -> None:
+    """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
 
     def run(iterator: Iterator[Any], number: int) -> list[Any]:
         found = []
         for _ in range(number):
             found.append(next(iterator))
-            others_draw()
+            OTHERS[others]()
         return found
 
     seed(1)
@@ -236,6 +258,31 @@ def test_sampler_that_draws_as_it_goes_continues_exactly(sampler: type, cuts: tu
         set_rng_state(rng)
         before = cut
     assert run(iterator, 30 - before) == whole[before:]
+
+
+@pytest.mark.parametrize(("others", "most"), [("few", 2), ("many", 3), ("Gaussians", 60)])
+def test_the_record_hardly_grows(others: str, most: int) -> None:
+    """A batch adds a few bytes to a checkpoint where other code draws; a cached Gaussian adds some more."""
+    sampler = (int(torch.randint(50, ())) + random.randrange(50) + np.random.randint(50) for _ in range(400))
+    side, iterator = begin(sampler)
+    sizes = []
+    for _ in range(2):
+        for _ in range(200):
+            next(iterator)
+            OTHERS[others]()
+        sizes.append(len(pack_blobs(record_state(side.record))["blobs"]["data"]))
+    assert sizes[1] - sizes[0] < 200 * most
+
+
+def test_a_record_that_grows_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other code seeds the generator in each step, its states are kept whole. A large record is named once."""
+    monkeypatch.setattr("lightning_faulttolerant.loader.samplers._LARGE_BYTES", 50_000)
+    _, iterator = begin(int(torch.randint(50, ())) for _ in range(100))
+    for number in range(100):
+        next(iterator)
+        torch.manual_seed(number)
+    [message] = caplog.messages
+    assert message.startswith("The position of a loader takes 0 MB in each checkpoint, and grows with each batch")
 
 
 def test_sampler_of_torch_is_not_watched() -> None:
