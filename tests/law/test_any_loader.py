@@ -156,7 +156,33 @@ class Wrapper:
             yield batch + torch.randn(())
 
 
+class Queue(Dataset[Tensor]):
+    """Fills itself from its own loader, as TorchIO's does."""
+
+    def __init__(self) -> None:
+        self.samples: list[Tensor] = []
+        self.rest = iter(DataLoader(NoisyDataset(), batch_size=4, shuffle=True))
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.samples = self.samples or list(next(self.rest))
+        return self.samples.pop() + torch.randn(4)
+
+
+class EachPass:
+    """Creates a queue and its loader in each pass."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(Queue(), batch_size=4))
+
+
 KINDS: dict[str, Callable[[], Any]] = {
+    "queue in each pass": EachPass,
     "class": Batches,
     "unsized": Unsized,
     "slice of a stream": Slice,
@@ -175,6 +201,12 @@ def test_any_iterable(kind: str, cut: Cut) -> None:
     """Any iterable continues at its position and with the numbers that it draws, in training and in validation."""
     validation = Batches if "workers" in kind else KINDS[kind]
     assert_continues(cut, train=KINDS[kind], validation=validation, max_epochs=3)
+
+
+def test_a_queue_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A data set that holds an iterator over a loader is refused at the start; "queue in each pass" does as told."""
+    with pytest.raises(NotExactError, match=r"whose __iter__ creates the data set and its loader in each pass"):
+        fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, train=DataLoader(Queue(), batch_size=4))
 
 
 @pytest.mark.slow

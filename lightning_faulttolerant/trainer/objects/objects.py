@@ -234,7 +234,10 @@ class Objects:
             if is_global(path):
                 continue  # the script may have taken a batch from it; it is reported if training draws from it
             reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
-            remedy = "Let the training loaders yield these batches, too, or pass strict=False."
+            remedy = (
+                "Let the training loaders yield these batches, too. If a data set holds it, pass the Trainer an object "
+                "whose __iter__ creates the data set and its loader in each pass. Or pass strict=False."
+            )
             self._loaders.exactness.refuse(f"{reason} {remedy}")
         return state
 
