@@ -158,7 +158,8 @@ class Session(AnySession):
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options)
+        schedulers = self._restoring.schedulers
+        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options, schedulers)
         if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
         self._reloads = run_state.objects.reloads

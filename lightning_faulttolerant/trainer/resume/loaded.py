@@ -162,15 +162,17 @@ class LoadedValues:
 _CONTAINERS = (dict, list, LRScheduler, Callback)
 
 
-def _walk(value: object, keep: Callable[[Path], bool], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _walk(
+    value: object, keep: Callable[[Path], bool], path: Path = (), holders: tuple[object, ...] = ()
+) -> Iterator[tuple[Path, Any]]:
     """Return the values that are compared, each before those inside it."""
     yield path, value
-    items = _items_of(value)
+    items = {} if any(value is one for one in holders) else _items_of(value)
     for key, one in enumerate(items) if isinstance(items, list) else items.items():
         is_compared = isinstance(one, _CONTAINERS) or _is_plain(one) or (isinstance(one, Tensor) and is_readable(one))
         # The parameters of groups are restored before the load.
         if is_compared and key != "params" and keep((*path, key)):
-            yield from _walk(one, keep, (*path, key))
+            yield from _walk(one, keep, (*path, key), (*holders, value))
 
 
 def _items_of(value: object) -> Any:

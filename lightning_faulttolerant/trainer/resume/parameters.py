@@ -4,13 +4,16 @@ Weights that Lightning would round to fewer bits are loaded in the precision tha
 
 An optimizer's state numbers its groups, so it can only be loaded into equal groups. If a hook changed the groups in an
 epoch that is over, as gradual unfreezing does, it isn't called again. So this module restores them, before Lightning
-loads the optimizers.
+loads the optimizers. A load replaces the groups, and the states of parameters. Other objects may hold them, such as an
+optimizer that wraps another one: the load changes them in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, final
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
 
 import torch
 from lightning.pytorch import Trainer
@@ -113,6 +116,57 @@ class ParamGroups:
         names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
         held = held_by_groups(self._trainer)
         return [[[names.get(parameter, "") for parameter in group] for group in groups] for groups in held]
+
+
+IN_PLACE: Final = ("state", "param_groups")
+"""The attributes of an optimizer that a load replaces."""
+
+
+def optimizers_of(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a trainer, and those that they wrap."""
+    found: list[torch.optim.Optimizer] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, (list, tuple, dict)):
+            for one in value.values() if isinstance(value, dict) else value:
+                look(one)
+        elif isinstance(value, torch.optim.Optimizer) and all(value is not one for one in found):
+            found.append(value)
+            look({name: one for name, one in vars(value).items() if name not in IN_PLACE})
+
+    look(trainer.optimizers)
+    return found
+
+
+@contextlib.contextmanager
+def changed_in_place(trainer: Trainer) -> Iterator[None]:
+    """Within the block, let a load of the optimizers change their groups and states in place."""
+    owners = [vars(one) for one in reversed(optimizers_of(trainer))]  # the trainer's own come last, and win
+    held = [(own, name, own[name]) for own in owners for name in IN_PLACE if name in own]
+    yield
+    loaded = [(own[name], before) for own, name, before in held if own[name] is not before]
+    for now, before in loaded:
+        _fill(before, now)
+    for own in owners:
+        for name, value in own.items():
+            own[name] = next((before for now, before in loaded if value is now), value)
+
+
+def _fill(before: Any, now: Any) -> None:
+    if before is now:
+        return
+    if isinstance(before, dict):
+        before.clear()
+        before.update(now)
+        return
+    for one, loaded in zip(before, now, strict=False):
+        _fill(one, loaded)
+    before[:] = [*before[: len(now)], *now[len(before) :]]
+
+
+def copied_groups(optimizer: torch.optim.Optimizer) -> list[Mapping[str, object]]:
+    """Return a copy of an optimizer's groups without the parameters."""
+    return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def held_by_groups(trainer: Trainer) -> list[list[list[int]]]:

@@ -36,8 +36,9 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import BUFFERS, SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
-from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups
+from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups, changed_in_place
 from lightning_faulttolerant.trainer.resume.resume import Resume
+from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
@@ -103,6 +104,11 @@ class Restoring:
         self._start: _Start | None = None
         self._optimizers: _Optimizers | None = None
         self._settings: ChangedSettings | None = None
+
+    @property
+    def schedulers(self) -> Schedulers | None:
+        """The schedulers, once they exist."""
+        return None if self._optimizers is None else self._optimizers.schedulers
 
     @property
     def resume(self) -> Resume | None:
@@ -193,16 +199,30 @@ class Restoring:
         changes = None
         if self._optimizers is None:
             changes = self._settings = self._settings or ChangedSettings(self._trainer)
-            own = self._optimizers = _Optimizers(groups=ParamGroups(self._trainer), replaced=Replaced(self._trainer))
+            own = self._optimizers = _Optimizers(
+                groups=ParamGroups(self._trainer),
+                replaced=Replaced(self._trainer),
+                schedulers=Schedulers(self._trainer),
+            )
             if choice is not None and choice.part is not None:
                 if self.resume is not None:
                     self.resume.admit(own.replaced.why_not_exact(choice.part.get(REPLACED)))
                 own.groups.load_state_dict(choice.part.get(GROUPS))
-        original()
-        if self.resume is not None and changes is not None:
+        if self.resume is None or changes is None:
+            original()
+        else:
+            self._load_in_place(self.resume, original)
             self.resume.apply_changes(changes)
         if self.resume is not None and self.resume.is_pending:
             self.resume.restored.note_optimizers()
+
+    def _load_in_place(self, resume: Resume, original: Method) -> None:
+        loaded = compat.loaded_checkpoint(self._trainer)
+        if self.schedulers is not None and "lr_schedulers" in loaded:
+            loaded["lr_schedulers"], reasons = self.schedulers.load(loaded["lr_schedulers"])
+            resume.admit(reasons)
+        with changed_in_place(self._trainer):
+            original()
 
     def around_restore_callbacks(self, original: Method) -> None:
         """Let callbacks load their states, also those that fail to load by themselves."""
@@ -229,6 +249,7 @@ class _Optimizers:
 
     groups: ParamGroups
     replaced: Replaced
+    schedulers: Schedulers
 
 
 GROWN: Final = "grown"

@@ -40,6 +40,7 @@ from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
+from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
     Comparison,
@@ -245,6 +246,8 @@ class Resume:
             if self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded model and optimizers
                 put_into(self._trainer, self._content.part["instead"])
             self._content.callback_states = checkpoint["callbacks"]
+        if SCHEDULERS in self._content.part:
+            checkpoint["lr_schedulers"] = self._content.part["schedulers"]
         checkpoint.update(self._content.state.get(LIGHTNINGS, {}))
         if self._differences.of_settings is not None:
             self._forget_files(checkpoint)

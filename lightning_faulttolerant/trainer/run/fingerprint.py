@@ -254,9 +254,9 @@ def tensor_parallel_size(trainer: Trainer) -> int:
 
 def optimizer_fingerprint(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return the class and the arguments of an optimizer."""
-    # torch adds this default when it loads a state.
-    defaults = {"differentiable": False, **{name: plain(value) for name, value in optimizer.defaults.items()}}
-    return {"class": type(optimizer).__qualname__, **defaults}
+    # torch adds this default when it loads a state. A PostLocalSGDOptimizer has no defaults.
+    defaults = {"differentiable": False, **getattr(optimizer, "defaults", {})}
+    return {"class": type(optimizer).__qualname__, **{name: plain(value) for name, value in defaults.items()}}
 
 
 def as_carried_over(saved: Mapping[str, object], now: Mapping[str, object]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     without_state,
 )
 from lightning_faulttolerant.trainer.resume.loaded import rewritten_in
+from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.save.left_out import dump
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
@@ -72,6 +73,7 @@ from lightning_faulttolerant.trainer.sections import OwnTimes
 _log = logging.getLogger(__name__)
 
 _OURS = "lightning_faulttolerant."
+_SCHEDULERS = "lr_schedulers"
 
 
 def overrides_save_hook(trainer: Trainer) -> bool:
@@ -313,8 +315,11 @@ class CheckpointContents:
         if part is not None:
             checkpoint[KEY] = part
             part["behind"], part["inexact"] = list(save.pending), list(inexact)
+            states = checkpoint.get(_SCHEDULERS, [])
             if save.instead is not None:
                 part["instead"] = {**save.instead}
+            elif (plain := self._run_state.schedulers.plain(states)) is not states:
+                part[SCHEDULERS] = plain
             if save.before_validation is not None:
                 part["before_validation"] = dict(save.before_validation)
 
@@ -344,6 +349,7 @@ class CheckpointContents:
         finally:
             self.is_dumping = False
         rewritten = rewritten_in(checkpoint, self._trainer)
+        checkpoint[_SCHEDULERS] = self._run_state.schedulers.plain(checkpoint[_SCHEDULERS])
         make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:

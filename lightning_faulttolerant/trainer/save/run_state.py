@@ -16,7 +16,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.clock import perf_counter
@@ -64,8 +63,9 @@ from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manu
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
-from lightning_faulttolerant.trainer.resume.parameters import held_by_groups
+from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
+from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 from lightning_faulttolerant.trainer.save.left_out import LEFT_OUT, LeftOut
 from lightning_faulttolerant.trainer.settings import Options
 
@@ -110,13 +110,14 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
     """Return the state of this instant that a later dump by Lightning would no longer have."""
     trainer = run.trainer
     states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
+    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return Capture(
         position=position,
         state=run.state_dict(position),
         loops=copy.deepcopy(trainer.fit_loop.state_dict()),
         callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
-        schedulers=[copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
+        schedulers=copy.deepcopy(run.schedulers.plain(schedulers)),
+        param_groups=[copied_groups(optimizer) for optimizer in trainer.optimizers],
         held=held_by_groups(trainer),
         precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
         buffers=buffers_state(trainer.lightning_module),
@@ -151,10 +152,6 @@ def moving_tensors(trainer: Trainer) -> list[Tensor]:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return tensors
-
-
-def _param_groups(optimizer: Optimizer) -> list[Mapping[str, object]]:
-    return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 VALIDATION_RUN = "validation"
@@ -211,6 +208,7 @@ class RunState:
         files: The files that the run has written besides its autosaves.
         registered: The functions given to `FaultTolerance.register`, by name.
         options: The callback's options.
+        schedulers: The trainer's schedulers, if a checkpoint was loaded since they were created.
     """
 
     def __init__(
@@ -220,8 +218,10 @@ class RunState:
         files: RunFiles,
         registered: Mapping[str, Registered],
         options: Options,
+        schedulers: Schedulers | None = None,
     ) -> None:
         self.trainer = trainer
+        self.schedulers = schedulers or Schedulers(trainer)
         self.module = trainer.lightning_module
         self.loaders = loaders
         self.validation = ValidationRun(trainer, loaders, may_be_resized=options.allows_other_ranks)

@@ -1,0 +1,280 @@
+"""The law for schedulers and optimizers that wrap others, and for objects that hold the groups of an optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, ExponentialLR, LRScheduler, SequentialLR
+
+from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.testing import KillAt
+from tests.runs import Net, assert_exact, fit_net
+
+
+class Warmup(LRScheduler):
+    """Raises the rate, and then steps another scheduler, with the state_dict of torch."""
+
+    def __init__(self, optimizer: Any, after: Any) -> None:
+        self.after = after
+        self.groups = optimizer.param_groups
+        self.shape = self.factor
+        super().__init__(optimizer)
+
+    def factor(self) -> float:
+        return self.last_epoch / 3
+
+    def get_lr(self) -> list[Any]:
+        return [rate * max(self.shape(), 0.5) for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < 3:
+            super().step()
+            return
+        self.last_epoch += 1
+        self.after.step()
+        self.groups[0]["momentum"] *= 0.99
+        self._last_lr = self.after.get_last_lr()
+
+
+@dataclass
+class Phase:
+    """A part of a schedule, which counts its steps."""
+
+    scheduler: Any
+    num_steps: int = 0
+
+
+class Phases(LRScheduler):
+    """Steps those of its schedulers in turn that lists, dicts, tuples, and other objects hold."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.current = None
+        lambdas = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
+        chained = ChainedScheduler([ExponentialLR(optimizer, 0.9), CosineAnnealingLR(optimizer, 20)])
+        warm_up = Warmup(optimizer, CosineAnnealingLR(optimizer, 20))
+        sequence = SequentialLR(optimizer, [warm_up, ExponentialLR(optimizer, 0.9)], [2])
+        self.held = [{"first": (Phase(chained), Phase(sequence))}, {"last": (Phase(lambdas),)}]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+        phases = [phase for one in self.held for phases in one.values() for phase in phases]
+        if self.last_epoch:
+            self.current = phases[self.last_epoch % 3]
+            self.current.scheduler.step()
+            self.current.num_steps += 1
+
+
+class Wraps(torch.optim.Optimizer):
+    """Shares the state and the groups of an optimizer, and sets neither in a load."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([{**group} for group in inner.param_groups], inner.defaults)
+        self.inner = inner
+        self.state, self.param_groups = inner.state, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Lookahead(Wraps):
+    """Has slow weights in a state of its own; a load sets the state that it holds of the other optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.state = defaultdict(dict)
+        self.fast_state = inner.state
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.num_steps += 1
+        for weight in self.param_groups[0]["params"] if self.num_steps % 3 == 0 else ():
+            slow = self.state[weight].setdefault("slow", weight.detach().clone())
+            weight.copy_(slow.lerp_(weight, 0.5))
+            self.fast_state[weight]["momentum_buffer"].zero_()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "fast_state": self.inner.state_dict()["state"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        super().load_state_dict({"state": state_dict["state"], "param_groups": groups})
+        self.inner.load_state_dict({"state": state_dict["fast_state"], "param_groups": groups})
+        self.fast_state = self.inner.state
+
+
+class Averager:
+    """Counts the calls."""
+
+    step = 0
+
+    def average_parameters(self, params: Any) -> None:
+        self.step += 1
+
+
+def post_local(inner: torch.optim.Optimizer) -> Any:
+    """Return torch's optimizer that wraps another one and averages; it accepts a closure, which Lightning passes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own code uses torch.jit.script
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+    class PostLocal(PostLocalSGDOptimizer):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            super().step()
+            return loss
+
+    return PostLocal(inner, Averager())
+
+
+class Wrapped(Net):
+    """Has three optimizers that wrap another one. Each has a scheduler; the module holds a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, second, _, third = self.layers
+        inner = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (first, second, third)]
+        optimizers = [Wraps(inner[0]), Lookahead(inner[1]), post_local(inner[2])]
+        self.group = optimizers[0].param_groups[0]
+        schedulers = [
+            Phases(optimizers[0]),
+            Warmup(optimizers[1], ExponentialLR(optimizers[1], 0.9)),
+            Warmup(optimizers[2], CosineAnnealingLR(optimizers[2], 20)),
+        ]
+        return [{"optimizer": one, "lr_scheduler": own} for one, own in zip(optimizers, schedulers, strict=True)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.trainer.optimizers
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.group["weight_decay"] += 0.001
+        for wrapped, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            wrapped.step()
+            scheduler.step()
+        inner = [getattr(one, "inner", None) or one.optim for one in optimizers]
+        self.log_dict({str(number): total(one.state_dict()) for number, one in enumerate((*optimizers, *inner))})
+
+
+def total(value: Any) -> float:
+    """Return the sum of all numbers in a state."""
+    return sum(float(one.double().sum()) if isinstance(one, Tensor) else float(one) for one in numbers(value))
+
+
+def numbers(value: Any) -> Iterator[Any]:
+    """Yield the numbers and tensors in a state."""
+    if isinstance(value, (dict, list)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from numbers(one)
+    elif isinstance(value, (int, float, Tensor)):
+        yield value
+
+
+def test_wrapped_schedulers_and_optimizers() -> None:
+    """Rates, weights, and the states of wrapping and wrapped optimizers are those of the uninterrupted run."""
+    assert_exact(list, KillAt(8), module=Wrapped)
+
+
+def warm_up(optimizer: Any) -> LRScheduler:
+    """Return a scheduler that can be pickled and that holds others, one in another."""
+    return Warmup(
+        optimizer, SequentialLR(optimizer, [CosineAnnealingLR(optimizer, 20), ExponentialLR(optimizer, 0.9)], [2])
+    )
+
+
+class Scheduled(Net):
+    """Has one optimizer that wraps another one, and a scheduler from `make`; notes the rates."""
+
+    def __init__(self, make: Any = warm_up) -> None:
+        super().__init__()
+        self.make = make
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Wraps(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer), "interval": "step"}}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.rates += [group["lr"] for group in self.trainer.optimizers[0].inner.param_groups]
+        return super().training_step(batch, batch_idx)
+
+
+class Saves(Callback):
+    """Saves checkpoints before and after batch 3 of epoch 1, and at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(self, trainer: Trainer, name: str, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            trainer.save_checkpoint(self.directory / name)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, "before.ckpt", batch_idx)
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, "after.ckpt", batch_idx)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.directory / "end.ckpt")
+
+
+def fit_saving(directory: Path, module: Scheduled, **arguments: Any) -> None:
+    """Fit with checkpoints of the user's, which hold any object."""
+    callbacks = [FaultTolerance(directory / "autosaves"), Saves(directory)]
+    fit_net(callbacks, directory, module=module, plugins=[AtomicCheckpointIO(weights_only=False)], **arguments)
+
+
+def test_checkpoints_of_other_code(tmp_path: Path) -> None:
+    """A run also continues from a checkpoint that holds schedulers as pickled by torch, and saves the same ones."""
+    whole = Scheduled()
+    fit_saving(tmp_path, whole)
+    end = torch.load(tmp_path / "end.ckpt", weights_only=False)
+    for name in ("before", "after"):
+        module = Scheduled()
+        fit_saving(tmp_path / name, module, ckpt_path=tmp_path / f"{name}.ckpt")
+        assert module.rates == whole.rates
+        saved = torch.load(tmp_path / name / "end.ckpt", weights_only=False)
+        torch.testing.assert_close(saved["state_dict"], end["state_dict"], rtol=0, atol=0)
+        torch.testing.assert_close(saved["optimizer_states"], end["optimizer_states"], rtol=0, atol=0)
+
+
+class Grows(ExponentialLR):
+    """Creates another scheduler while it trains."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.more: list[Any] = []
+        super().__init__(optimizer, 0.9)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+        if self.last_epoch == 2:
+            self.more.append(ExponentialLR(self.optimizer, 0.9))
+
+
+def test_scheduler_that_training_creates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save warns of a new scheduler inside another one. A resume refuses it: no process creates it again."""
+    fit_saving(tmp_path, Scheduled(Grows))
+    assert caplog.text.count("a scheduler got a new ExponentialLR") == 1
+    with pytest.raises(NotExactError, match="held a new ExponentialLR, which configure_optimizers does not create"):
+        fit_saving(tmp_path / "resumed", Scheduled(Grows), ckpt_path=tmp_path / "after.ckpt")
