@@ -258,7 +258,7 @@ def _is_walked_kind(kind: type) -> bool:
     module = kind.__module__ or ""
     if kind in (Namespace, threading.local):
         return True
-    if module.startswith(_OWN):
+    if module.startswith(_OWN) or is_file_system(kind):
         return False
     if module == "torch" or module.startswith("torch."):
         return module.startswith(_TORCH_WALKED)
@@ -299,7 +299,13 @@ def is_live(value: object) -> bool:
     """Return whether `value` stands for a resource outside of Python: a file, a connection, a logger of a service."""
     module = type(value).__module__ or ""
     root = module.partition(".")[0]
-    return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN or module.startswith(MANIFESTS)
+    is_live_module = root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN or module.startswith(MANIFESTS)
+    return is_live_module or is_file_system(type(value))
+
+
+def is_file_system(kind: type) -> bool:
+    """Return whether a class is one of fsspec's file systems, or a user's own: it keeps connections, also for saves."""
+    return any(base.__module__ == "fsspec.spec" for base in kind.__mro__)
 
 
 def holds_data(value: object) -> bool:

@@ -94,7 +94,7 @@ def _classes_of(module: object) -> list[type]:
     own_name = vars(module).get("__name__")
 
     def is_own(value: Any) -> bool:
-        return isinstance(value, type) and value.__module__ == own_name
+        return isinstance(value, type) and value.__module__ == own_name and not kinds.is_file_system(value)
 
     return [value for value in list(vars(module).values()) if answers(is_own, value)]
 
@@ -249,7 +249,7 @@ def _named(graph: Graph, path: str, value: object) -> Iterator[tuple[str, object
     """Yield the objects that a user's function or class refers to."""
     if isinstance(value, types.FunctionType) and is_users_function(value):
         yield from _of_function(graph, path, value)
-    elif isinstance(value, type) and is_users(value):
+    elif isinstance(value, type) and is_users(value) and not kinds.is_file_system(value):
         if is_detached_class(value):  # it can't be found by its name
             graph.classes.setdefault(name_of(value), value)
         yield from _of_class(graph, value)
