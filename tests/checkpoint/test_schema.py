@@ -15,7 +15,7 @@ from tests.runs import fit_net
 
 
 def whole() -> dict[str, Any]:
-    """Return a part with the keys that each version has written."""
+    """Return a part with the keys that each one has."""
     return {
         "version": VERSION,
         "world_size": 1,
@@ -25,7 +25,7 @@ def whole() -> dict[str, Any]:
             "batch": 1,
             "global_step": 1,
             "hook": "",
-            "validation_batch": None,
+            "validation_batch": 0,
         },
         "origin": None,
         "surroundings": {},
@@ -34,8 +34,8 @@ def whole() -> dict[str, Any]:
     }
 
 
-def test_a_part_with_the_keys_of_each_version_is_returned_as_it_is() -> None:
-    """Keys that only some versions write may be missing, and keys that nobody knows may be there."""
+def test_a_part_with_more_keys_is_returned_as_it_is() -> None:
+    """Keys that only some parts have may be missing, and keys that nobody knows may be there."""
     part = {**whole(), "parts": ["rng"], "of a later version": object()}
     assert part_in({KEY: part}, "a.ckpt") is part
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_without_our_part_has_none() -> None:
 
 @pytest.mark.parametrize("name", sorted(whole()))
 def test_a_missing_key_is_named(name: str) -> None:
-    """Each key that every version has written must be there."""
+    """Each key that every part has must be there."""
     part = {key: value for key, value in whole().items() if key != name}
     with pytest.raises(
         DamagedCheckpointError, match=rf"a\.ckpt is damaged\. .*: {name} is missing\. Take another checkpoint\.$"
