@@ -1,9 +1,9 @@
 """Goodput under failures: our default settings against a `ModelCheckpoint` in a shell loop, at its best interval.
 
-Each side runs the same script, `goodput_script.py`, all at the same time. It is killed by SIGKILL at the same times, in
-seconds since the start of its run, and is started again at once. The times are drawn with an exponential distribution.
-Goodput is the time that the steps take on an idle machine without a failure, divided by the wall time. With several
-seeds, the times of all runs of a side are added up.
+Each side runs the same script, `goodput_script.py`: all sides at the same time, one seed after the other. It is killed
+by SIGKILL at the same times, in seconds since the start of its run, and is started again at once. The times are drawn
+with an exponential distribution. Goodput is the time that the steps take on an idle machine without a failure, divided
+by the wall time. With several seeds, the times of all runs of a side are added up.
 
 Run `python benchmarks/goodput.py --help` from the repository.
 """
@@ -190,7 +190,8 @@ def measure(
         [Run(directory / str(seed), interval, num_steps, failures(mean, seed)) for interval in (None, *intervals)]
         for seed in seeds
     ]
-    together(groups, limit_seconds=_LIMIT * work + _MORE_SECONDS)
+    for runs in groups:
+        together([runs], limit_seconds=_LIMIT * work + _MORE_SECONDS)
     found = {runs[0].name: _added(runs, work, right) for runs in zip(*groups, strict=True)}
     ours = found.pop(OURS)
     best = max(found, key=lambda name: found[name]["goodput"] or 0.0)
