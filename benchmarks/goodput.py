@@ -144,26 +144,24 @@ def failures(mean: float, seed: int) -> Iterator[float]:
 def undisturbed(directory: Path, num_steps: int) -> tuple[str, float]:
     """Return the digest of the right result, and the seconds of a fit without sleep."""
     run = Run(directory, 10**9, num_steps, failures(1e9, 0), sleep_seconds=0.0, start_seconds=0.0)
-    together([[run]], limit_seconds=600.0)
+    together([run], limit_seconds=600.0)
     result, seconds = (run.directory / "result").read_text().split()
     return result, float(seconds)
 
 
-def together(groups: Sequence[Sequence[Run]], *, limit_seconds: float) -> None:
-    """Run all at the same time, until each has ended or takes far longer than the others of its group."""
-    everything = [run for runs in groups for run in runs]
-    for run in everything:
+def together(runs: Sequence[Run], *, limit_seconds: float) -> None:
+    """Run all at the same time, until each has ended or takes far longer than the others."""
+    for run in runs:
         run.start()
-    live = [list(runs) for runs in groups]
+    live = list(runs)
     try:
-        while any(live):
-            for runs, left in zip(groups, live, strict=True):
-                ended = sorted(run.seconds for run in runs if run.seconds is not None)
-                limit = min(limit_seconds, _MUCH_LONGER * ended[1]) if len(ended) > 1 else limit_seconds
-                left[:] = [run for run in left if not run.look(limit)]
+        while live:
+            ended = sorted(run.seconds for run in runs if run.seconds is not None)
+            limit = min(limit_seconds, _MUCH_LONGER * ended[1]) if len(ended) > 1 else limit_seconds
+            live = [run for run in live if not run.look(limit)]
             time.sleep(_LOOK_SECONDS)
     finally:
-        for run in everything:
+        for run in runs:
             run.close()
 
 
@@ -191,7 +189,7 @@ def measure(
         for seed in seeds
     ]
     for runs in groups:
-        together([runs], limit_seconds=_LIMIT * work + _MORE_SECONDS)
+        together(runs, limit_seconds=_LIMIT * work + _MORE_SECONDS)
     found = {runs[0].name: _added(runs, work, right) for runs in zip(*groups, strict=True)}
     ours = found.pop(OURS)
     best = max(found, key=lambda name: found[name]["goodput"] or 0.0)

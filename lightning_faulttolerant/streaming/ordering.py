@@ -208,7 +208,7 @@ class Ordering:
         if shuffle:
             _warn_of_small_blocks(block_size, self._shard_sizes)
         if not self.is_batched:  # raises if the arguments are wrong
-            self._made(0, seeding, Readers(), shuffle=shuffle)
+            self._made(0, seeding, Readers())
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_orders": {}}
@@ -219,14 +219,14 @@ class Ordering:
         if key not in self._orders:
             while len(self._orders) >= _KEPT_ORDERS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[key] = self._made(epoch, seeding, readers, shuffle=self.shuffle)
+            self._orders[key] = self._made(epoch, seeding, readers)
         return self._orders[key]
 
-    def _made(self, epoch: int, seeding: Seeding, readers: Readers, *, shuffle: bool) -> EpochOrder:
+    def _made(self, epoch: int, seeding: Seeding, readers: Readers) -> EpochOrder:
         options: dict[str, Any] = {
             "epoch": epoch,
             "seed": seeding.seed,
-            "shuffle": shuffle,
+            "shuffle": self.shuffle,
             "block_size": self.block_size,
             "num_canonical_nodes": self.num_canonical_nodes(seeding, readers.world.num_nodes),
             "sampling_method": self.sampling_method,

@@ -14,6 +14,7 @@ from lightning_faulttolerant.checkpoint.ranks import RankReader, as_bytes, joine
 from lightning_faulttolerant.checkpoint.schema import KEY, part_in
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
+from lightning_faulttolerant.trainer.position import TrainerPosition
 
 NUM_RANKS = 5
 
@@ -30,14 +31,7 @@ def checkpoint(num_ranks: int = NUM_RANKS) -> dict[str, Any]:
     part = {
         "version": 2,
         "world_size": num_ranks,
-        "position": {
-            "where": "boundary",
-            "epoch": 0,
-            "batch": 1,
-            "global_step": 1,
-            "hook": "",
-            "validation_batch": 0,
-        },
+        "position": TrainerPosition(where="boundary", epoch=0, batch=1, global_step=1).state_dict(),
         "origin": None,
         "surroundings": {},
         "fingerprint": {"loaders": {}},

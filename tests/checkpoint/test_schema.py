@@ -11,6 +11,7 @@ import torch
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.schema import KEY, VERSION, part_in
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.trainer.position import TrainerPosition
 from tests.runs import fit_net
 
 
@@ -19,14 +20,7 @@ def whole() -> dict[str, Any]:
     return {
         "version": VERSION,
         "world_size": 1,
-        "position": {
-            "where": "boundary",
-            "epoch": 0,
-            "batch": 1,
-            "global_step": 1,
-            "hook": "",
-            "validation_batch": 0,
-        },
+        "position": TrainerPosition(where="boundary", epoch=0, batch=1, global_step=1).state_dict(),
         "origin": None,
         "surroundings": {},
         "fingerprint": {"loaders": {}},

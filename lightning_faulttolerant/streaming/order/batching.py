@@ -36,11 +36,6 @@ def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -
     return deal.positions(step)
 
 
-def nodes_of(world: World) -> tuple[int, int]:
-    """Return the number of nodes, and the number of ranks on each."""
-    return world.num_nodes, world.ranks_per_node
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemainingPositions:
     """The rest of an epoch, dealt to one rank.
@@ -102,7 +97,7 @@ class RemainingPositions:
 
     def _full(self, steps: Ints) -> Ints:
         """Return the positions in full steps: a row for each step, a column for each sample."""
-        num_nodes, ranks_per_node = nodes_of(self.world)
+        num_nodes, ranks_per_node = self.world.num_nodes, self.world.ranks_per_node
         of_batch = np.arange(self.batch_size, dtype=np.int64)
         node, rank_of_node = divmod(self.world.rank, ranks_per_node)
         base = self.start + steps[:, None] * self._of_step
@@ -115,7 +110,7 @@ class RemainingPositions:
 
     def _last(self, step: int) -> Ints:
         """Return the positions in a step that is not full and may repeat some."""
-        num_nodes, ranks_per_node = nodes_of(self.world)
+        num_nodes, ranks_per_node = self.world.num_nodes, self.world.ranks_per_node
         node, rank_of_node = divmod(self.world.rank, ranks_per_node)
         first = self.start + (node - self.start) % num_nodes
         of_node = max(0, -(-(self.num_positions - first) // num_nodes))

@@ -10,13 +10,14 @@ import torch
 
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.trainer.files.run_files import part_of
+from lightning_faulttolerant.trainer.position import TrainerPosition
 
 
 @pytest.mark.filterwarnings("ignore")  # a garbled pickle may name things that torch has deprecated
 def test_damaged_file_has_no_part(tmp_path: Path) -> None:
     """Reading raises nothing, whichever byte of the pickle changes."""
     path = tmp_path / "a.ckpt"
-    position = {"where": "boundary", "epoch": 0, "batch": 1, "global_step": 1, "hook": "", "validation_batch": 0}
+    position = TrainerPosition(where="boundary", epoch=0, batch=1, global_step=1).state_dict()
     part = {"version": 1, "world_size": 1, "position": position, "ranks": [{}], "origin": None, "surroundings": {}}
     part["fingerprint"] = {"loaders": {}}
     torch.save({KEY: part, "weight": torch.zeros(2)}, path)
