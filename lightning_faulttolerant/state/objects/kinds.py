@@ -303,7 +303,6 @@ def is_live(value: object) -> bool:
     return is_live_module or is_file_system(type(value))
 
 
-@once_per_kind
 def is_file_system(kind: type) -> bool:
     """Return whether a class is one of fsspec's file systems, or a user's own: it keeps connections, also for saves."""
     return any(base.__module__ == "fsspec.spec" for base in kind.__mro__)
