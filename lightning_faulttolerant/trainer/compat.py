@@ -18,8 +18,8 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import checkpoint_connector as connectors
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
-from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import loop_of
@@ -117,13 +117,13 @@ def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, object]:
     """Return Lightning's checkpoint of this instant. The callback's hook includes our own part."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-
-def import_for_dump() -> None:
-    """Import what `dump_checkpoint` imports in its first call."""
-    if _OMEGACONF_AVAILABLE:
-        import omegaconf  # noqa: F401, PLC0415, RUF100 - optional, and only wanted here
+    patches = Patches()
+    if "omegaconf" not in sys.modules:  # no hyperparameters can be its containers, and its import takes 0.3 s
+        patches.replace(connectors, "_OMEGACONF_AVAILABLE", False)
+    try:
+        return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    finally:
+        patches.undo()
 
 
 def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, object]) -> None:

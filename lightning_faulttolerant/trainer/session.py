@@ -27,7 +27,7 @@ from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring, write_atomically
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
-from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer, warm_up
+from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
 from lightning_faulttolerant.trainer.save.contents import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.sections import follow_buffers, follow_steps
@@ -320,8 +320,6 @@ class Session(AnySession):
                 skipped.pass_over(data_fetcher)
             else:
                 original(data_fetcher)
-            if section == FIRST_BATCH:
-                warm_up()  # a fit that resumes saves nothing before, and its user waits for this batch
 
         return advance
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -78,6 +79,7 @@ def test_no_name_escapes_the_contract() -> None:
 ELSEWHERE = {
     "_find_last_checkpoints",
     "_early_exit",
+    "_OMEGACONF_AVAILABLE",
     "_current_fx_name",
     "_on_after_fetch",
     "_getframe",
@@ -118,3 +120,14 @@ def test_patches_on_a_real_trainer_leave_nothing(trainer: Trainer) -> None:
     patches.undo()
     assert all(vars(owner).keys() == before[owner].keys() for owner in owners)
     assert all(vars(owner)[name] is value for owner in owners for name, value in before[owner].items())
+
+
+def test_dump_imports_no_omegaconf(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dump leaves out this import, which takes longer than the rest of a start, and Lightning's own dumps have it."""
+    before = compat.connectors._OMEGACONF_AVAILABLE
+    with monkeypatch.context() as patched:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "omegaconf"]:
+            patched.delitem(sys.modules, name)
+        compat.dump_checkpoint(trainer)
+        assert "omegaconf" not in sys.modules
+    assert compat.connectors._OMEGACONF_AVAILABLE is before

@@ -1,31 +1,25 @@
 """Autosaves: when they are written, and which work is done in the background.
 
 What saves one fit once it has begun: its autosaves, and our part of the checkpoints that other code saves.
-
-The first save of a process imports modules, and torch builds tables. A save in memory does both before training begins.
-Otherwise, the first save takes several times as long as later ones, while training waits. The time of the first save
-also decides when the next ones come, and whether one fits into a grace period.
 """
 
 from __future__ import annotations
 
 import functools
-import io
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
-from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, Staging, save_to_file
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, Staging
 from lightning_faulttolerant.checkpoint.schema import KEY, PICKLED, PartHeader
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries, save_incident
 from lightning_faulttolerant.state.tensors import buffers_replaced, buffers_state, load_buffers
-from lightning_faulttolerant.trainer.compat import import_for_dump, running_hook
+from lightning_faulttolerant.trainer.compat import running_hook
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
@@ -37,16 +31,6 @@ from lightning_faulttolerant.trainer.save.run_state import Capture, RunState
 from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)
-
-
-@functools.cache
-def warm_up() -> None:
-    """Save and load a checkpoint in memory, once in this process."""
-    import_for_dump()
-    file = io.BytesIO()
-    save_to_file({"weights": {"a": torch.zeros(1, device="cpu")}}, file)
-    file.seek(0)
-    torch.load(file, map_location="cpu", weights_only=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -192,7 +176,6 @@ class Autosaver:
         self._by_first(position, began, lambda series: self._save_in_background(series, checkpoint, position, began))
 
     def _save_first(self, position: TrainerPosition) -> None:
-        warm_up()
         try:
             self.save(position)
         except Exception as error:

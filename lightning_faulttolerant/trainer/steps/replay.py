@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import bdb
 import os
-import pdb
 import sys
 import traceback
 from collections.abc import Callable, MutableMapping, MutableSequence
@@ -262,6 +261,8 @@ def replay_of(trainer: Trainer, script: Script) -> ReplayedSteps | None:
 
 def _debugged(function: Method, *args: object, **kwargs: object) -> object:
     """Call a function in the debugger, which stops at its first line. Unlike ``runcall``, quitting it raises."""
+    import pdb  # five modules that each start of a training would import
+
     debugger = pdb.Pdb(nosigint=True)
     debugger.reset()
     sys.settrace(debugger.trace_dispatch)
