@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_momentum_that_is_saved_in_another_form() -> None:
 
 
 class SetsValues(Net):
-    """Sets a learning rate, and resets momentum and step counts, at each start; keeps a reference to a tensor."""
+    """Sets values of its optimizer, and that of the process in its group, at each start; keeps a tensor of it."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -104,7 +105,7 @@ class SetsValues(Net):
 
     def on_train_start(self) -> None:
         [optimizer] = self.trainer.optimizers
-        optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.param_groups[0].update(lr=0.05, num_seen=0, process=os.getpid())
         for parameter, state in optimizer.state.items():
             state["exp_avg"].zero_()
             state["exp_avg_sq"] = torch.zeros_like(parameter)
@@ -112,9 +113,17 @@ class SetsValues(Net):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["num_seen"] += 1
+        self.log("seen by group", float(group["num_seen"]))
+        assert group["process"] == os.getpid()
         held = getattr(self, "held", None)
         assert held is None or any(held is state["exp_avg_sq"] for state in self.trainer.optimizers[0].state.values())
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:  # no two runs end with the same process
+            del self.trainer.optimizers[0].param_groups[0]["process"]
 
 
 class SetsOthers(Callback):
@@ -164,6 +173,7 @@ def test_the_report_names_the_hooks_at_the_start(tmp_path: Path) -> None:
         ("SetsValues.on_train_start", r"optimizers\[0\]\.param_groups\[0\]\.lr from 0\.0\d+ to 0\.05 \(and \d+ more\)"),
     ]:
         assert any(re.search(f"{hook} has changed {change}", note) for note in notes), output
+    assert "process from" not in output
 
 
 class Resets(Net):

@@ -64,8 +64,8 @@ from lightning_faulttolerant.state.tensors import SMALL_BYTES, is_readable
 _FIRST_COPY = 2
 
 
-class _Detached:
-    """An object with the globals of a function as its attributes: the same dict.
+class Detached:
+    """An object with the globals of a function, or another dict, as its attributes: the same dict.
 
     Args:
         variables: The globals.
@@ -116,7 +116,7 @@ def _with_detached(
         copies = (f"{own}~{number}" for number in count(_FIRST_COPY))
         name = next(name for name in chain([own], copies) if name not in names)
         names.add(name)
-        yield name, _Detached(variables)
+        yield name, Detached(variables)
 
 
 def _of_frames() -> list[dict[str, object]]:

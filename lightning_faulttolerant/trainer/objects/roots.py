@@ -9,7 +9,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -22,7 +22,7 @@ from lightning_faulttolerant.loader.objects import (
 )
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer
-from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces
+from lightning_faulttolerant.state.objects.walk import Detached, Rules, users_namespaces
 from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries, once_per_kind
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.compat import experiments_of
@@ -76,6 +76,7 @@ class Roots:
             **owners,
             **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
+            **_own_keys_of_groups(trainer.optimizers),
             **functions_of(trainer, self.callbacks),
             "trainer": Namespace(owner=trainer, names=_OF_TRAINER),
             "trainer's own": Namespace(owner=trainer),
@@ -83,6 +84,19 @@ class Roots:
             **_known_stores(),
         }
         return {**roots, **users_namespaces(roots)}
+
+
+def _own_keys_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Namespace]:
+    """Return the plain values in groups that are not the optimizer's, such as a port or a start time."""
+    groups = {
+        f"optimizers[{i}].param_groups[{j}]": (group, group.keys() - optimizer.defaults)
+        for i, optimizer in enumerate(optimizers)
+        for j, group in enumerate(optimizer.param_groups)
+    }
+    return {
+        path: Namespace(owner=Detached(group), names=tuple(n for n in own if isinstance(group[n], (int, float, str))))
+        for path, (group, own) in groups.items()
+    }
 
 
 def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:

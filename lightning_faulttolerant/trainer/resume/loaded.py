@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -25,6 +25,7 @@ from lightning_faulttolerant.state.tensors import is_readable, mark_of, sums_of_
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import OwnMasks
 from lightning_faulttolerant.trainer.patches import Method, Patches, is_users_function
+from lightning_faulttolerant.trainer.resume.parameters import GROUPS
 
 Path = tuple[Any, ...]
 """The keys, indices, and attributes that lead to a value."""
@@ -206,6 +207,7 @@ def _sums(values: Mapping[Path, object]) -> dict[Path, _Sum]:
     return {path: (tensor.dtype, sums[str(number)]) for number, (path, tensor) in enumerate(tensors.items())}
 
 
+_LEN_OF_KEY = len(("optimizers", 0, GROUPS, 0, "key"))
 _LOAD_HOOK = "on_load_checkpoint"
 _CHECKPOINT, _WEIGHTS, _TRAINING, _CALLBACKS = "checkpoint", "weights", "training", "callbacks"
 
@@ -232,7 +234,7 @@ class RestoredState:
             f"[LightningDataModule]{type(data).__name__}": data,
             **{f"[Callback]{callback.state_key}": callback for callback in compat.callbacks(trainer)},
         }
-        self._watched: dict[Path, Any] = {}
+        self._watched: dict[str, dict[Path, Any]] = {}
         self._num_saved: dict[str, int] = {}
         self._reasons: list[str] = []
         self.notes: list[str] = []
@@ -331,23 +333,33 @@ class RestoredState:
         ]
         self._num_saved = {}
 
-    def put_back(self) -> list[str]:
-        """Put back what has changed since. Return a reason for each value that is not the run's."""
+    def put_back(self, created: Mapping[str, Any] | None) -> list[str]:
+        """Put back what has changed since. Return a reason for each value that is not the run's.
+
+        Args:
+            created: How the optimizers of the run were created, if the checkpoint says so.
+        """
+        groups = [one["groups"] for one in (created or {}).get("optimizers", ())]
         readers = {_WEIGHTS: self._of_weights, _TRAINING: self._of_optimizers}
         for part, values in self._parts.items():
             changed = values.changed()
-            if part == _CALLBACKS:
-                # The object state knows which values of a user's own callback continue.
-                self._watched = {path: now for path, now in changed.items() if not self._is_librarys(path)}
-                changed = {path: now for path, now in changed.items() if path not in self._watched}
+            # The object state knows which of the user's own values continue: those that training has changed.
+            watched = {path: now for path, now in changed.items() if self._is_users_value(part, path, groups)}
+            self._watched[part] = watched
+            changed = {path: now for path, now in changed.items() if path not in watched}
             self._undo(values, changed, readers.get(part, lambda path: None))
         if self._own_masks is not None:
             self._own_masks.load()
         return self._reasons
 
-    def _is_librarys(self, path: Path) -> bool:
-        [callback] = (one for one in compat.callbacks(self._trainer) if one.state_key == path[0])
-        return len(path) > 1 and path[1] in names_in_libraries(type(callback))
+    def _is_users_value(self, part: str, path: Path, created: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+        if part == _CALLBACKS:
+            [callback] = (one for one in compat.callbacks(self._trainer) if one.state_key == path[0])
+            return len(path) == 1 or path[1] not in names_in_libraries(type(callback))
+        if part != _TRAINING or path[2:3] != (GROUPS,) or len(path) != _LEN_OF_KEY:
+            return False
+        _, number, _, group, key = path
+        return any(key not in groups[group] for groups in created[number : number + 1] if group < len(groups))
 
     def _of_weights(self, path: Path) -> object:
         return self._read()["state_dict"].get(path[0])
@@ -366,12 +378,11 @@ class RestoredState:
     def close(self) -> None:
         """Watch no further hook, free what was read, and note what the object state has put back."""
         self._patches.undo()
-        values = self._parts.get(_CALLBACKS)
-        if values is not None and self._watched:
+        for values, watched in ((self._parts[part], watched) for part, watched in self._watched.items() if watched):
             still = values.changed()
-            undone = {path: now for path, now in self._watched.items() if path not in still}
-            self.notes += _won(values.told(undone))
+            self.notes += _won(values.told({path: now for path, now in watched.items() if path not in still}))
         self._parts.clear()
+        self._watched.clear()
         self._read.cache_clear()
 
     def note_masks(self, state_dict: dict[str, object]) -> None:

@@ -441,7 +441,7 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state can't be restored.
         """
-        self.admit(self.restored.put_back())
+        self.admit(self.restored.put_back(self.owed(CREATED)))
         self._differences.all.not_exact += self.restored.not_exact
         missing = run_state.load_state_dict(Trust(self._options).unpickled(self._content.state, self._path))
         self.admit([*missing, *(run_state.objects_not_restored if self._options.strict else ())])
