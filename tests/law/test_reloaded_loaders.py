@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import random
 import signal
 import weakref
 import zlib
@@ -104,17 +105,20 @@ def test_combined_loader_that_is_given_again(num_workers: int) -> None:
 
 
 class Derives(Net):
-    """Creates its loaders from what the trainer and the module show when they are requested."""
+    """Creates its loaders from what trainer, module, and generators show when they are requested, and draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.level = 0
+        self.own = random.Random(1)
 
     def derived(self) -> int:
         trainer = self.trainer
         loss = trainer.callback_metrics.get("loss_epoch", torch.zeros(()))
         rates = trainer.optimizers[0].param_groups[0]["lr"], trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
-        shown = trainer.current_epoch, trainer.global_step, float(loss), rates, self.level
+        with torch.no_grad():
+            computed = float(self.layers(torch.ones(2, 4)).sum()), float(torch.rand(())), self.own.random()
+        shown = trainer.current_epoch, trainer.global_step, float(loss), rates, self.level, computed
         return zlib.crc32(repr(shown).encode())
 
     def train_dataloader(self) -> Any:
@@ -140,7 +144,7 @@ class Seeded(NoisyDataset):
 
 @pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loaders_derived_from_the_trainer(every: int) -> None:
-    """A resume creates loaders from the trainer's epoch, step, metrics, and rates, and the attributes, of then."""
+    """A resume creates loaders from the trainer's values, the attributes, weights, and generators of then."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, max_epochs=4, reload_dataloaders_every_n_epochs=every)

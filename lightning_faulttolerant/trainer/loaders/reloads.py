@@ -1,8 +1,9 @@
 """The state that the loaders were created from.
 
-A hook that creates loaders may read the trainer (its epoch, its metrics, its learning rate) and, if later epochs create
-them again, attributes of its own (a level, the indices labeled so far). A resumed run requests the loaders once, in the
-middle of the run. So it repeats each loader's last request: under the trainer's values, and with the objects, of then.
+A hook that creates loaders may read the trainer (its epoch, its metrics, its learning rate), weights (the losses of all
+samples) and, if later epochs create them again, attributes of its own (a level, the indices labeled so far). A resumed
+run requests the loaders once, in the middle of the run. So it repeats each loader's last request: under the trainer's
+values, and with the weights and objects, of then.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.tensors import buffers_of, load_buffers, shard_of, weights_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 
@@ -27,6 +33,7 @@ class Reloads:
 
     Args:
         trainer: The trainer that runs the fit.
+        held: The generators that objects hold.
         roots: Returns the objects that the loaders may depend on, by name.
         roots_of_loaders: Returns the objects of some loaders, by place.
         rules: Returns the rules for what is left out.
@@ -35,12 +42,14 @@ class Reloads:
     def __init__(
         self,
         trainer: Trainer,
+        held: HeldGenerators | None = None,
         *,
         roots: Callable[[], Mapping[str, object]] = dict,
         roots_of_loaders: Callable[[Mapping[str, object]], Mapping[str, object]] = lambda loaders: {},
         rules: Callable[[], Rules] = Rules,
     ) -> None:
         self._trainer = trainer
+        self._inputs = _Inputs(trainer, held or HeldGenerators({}))
         self._roots, self._roots_of_loaders, self._rules = roots, roots_of_loaders, rules
         self._state: ObjectState | None = None
         self._num_asked = 0
@@ -71,7 +80,7 @@ class Reloads:
         if self._every > 0:
             self._begin(stage)
         try:
-            with self._trainers_values_of(self._repeated):
+            with self._inputs.as_in(self._repeated):
                 yield
         finally:
             self._stage = None
@@ -89,22 +98,6 @@ class Reloads:
             changes = self._state.state_dict()
             self._changes = changes if changes[NODES] else {}
 
-    @contextmanager
-    def _trainers_values_of(self, request: Mapping[str, Any] | None) -> Iterator[None]:
-        """Let the trainer show the values of an earlier request, if there is one."""
-        values: Mapping[str, Mapping[str, Any]] = {} if request is None else request["trainer"]
-        live = {path: one for path, one in compat.live_values(self._trainer).items() if path in values}
-        before = {path: {name: one[name] for name in values[path] if name in one} for path, one in live.items()}
-        for path, one in live.items():
-            one.update(values[path])
-        try:
-            yield
-        finally:
-            for path, one in live.items():
-                for name in values[path].keys() - before[path].keys():
-                    one.pop(name, None)
-                one.update(before[path])
-
     def follow(self, loader: object) -> object:
         """Follow the objects of a requested loader, too, and return the loader."""
         stage = self._stage
@@ -113,8 +106,8 @@ class Reloads:
         if self._num_asked == 0:
             self.last.pop(stage, None)
             is_hook_asked = compat.is_hook_asked(self._trainer, for_training=stage == TRAIN)
-            values = self._trainers_values() if is_hook_asked else {}
-            self.last[stage] = self._repeated or {"trainer": values, "objects": self._changes}
+            inputs = self._inputs.last if is_hook_asked else {"trainer": {}}
+            self.last[stage] = {"objects": self._changes, **inputs}
         place = f"{stage}/{self._num_asked}"
         self._num_asked += 1
         if self._state is not None:
@@ -124,9 +117,82 @@ class Reloads:
                 self._state.load_state_dict({**self._changes, NODES: nodes})
         return loader
 
-    def _trainers_values(self) -> dict[str, dict[str, object]]:
-        live = compat.live_values(self._trainer).items()
-        return {path: {name: _copied(value) for name, value in one.items() if _is_plain(value)} for path, one in live}
+    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+        """Return the last request of each stage, without weights that have not changed since."""
+        now, read = _tensors_of(self._trainer.lightning_module), {}
+        for stage, request in self.last.items():
+            weights = request.get("weights", {}).items()
+            read[stage] = {name: one for name, one in weights if name not in now or not one.equal(now[name].cpu())}
+        return {stage: {**request, "weights": read[stage]} for stage, request in self.last.items()}
+
+
+class _Inputs:
+    """What a hook that creates loaders may read or draw from, besides its own attributes.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        held: The generators that objects hold.
+    """
+
+    def __init__(self, trainer: Trainer, held: HeldGenerators) -> None:
+        self._trainer, self._held = trainer, held
+        self.last: Mapping[str, Any] = {}
+        """Those of the last request. Of the weights, those that it has read."""
+
+    @contextmanager
+    def as_in(self, request: Mapping[str, Any] | None) -> Iterator[None]:
+        """Let a hook find what it found in an earlier request, if there is one, and note it."""
+        weights, live = _tensors_of(self._trainer.lightning_module), compat.live_values(self._trainer)
+        now = {"random": rng_state(), "held": self._held.state_dict(), "trainer": _plain_values(live)}
+        then: Mapping[str, Any] = {**now, "weights": {}, **(request or {})}
+        values = {path: {**one} for path, one in live.items()}
+        changed = {name: weights[name].detach().cpu().clone() for name in weights.keys() & then["weights"].keys()}
+        if request is not None:
+            self._load(then, {path: {**one, **then["trainer"].get(path, {})} for path, one in values.items()})
+        try:
+            with _Reading(weights) as reading:
+                self.last = {**{name: then[name] for name in now}, "weights": reading.read}
+                yield
+        finally:
+            if request is not None:
+                self._load({**now, "weights": changed}, values)
+
+    def _load(self, inputs: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]) -> None:
+        for path, one in compat.live_values(self._trainer).items():
+            one.clear()
+            one.update(values[path])
+        load_buffers(self._trainer.lightning_module, inputs["weights"])
+        self._held.load_state_dict(inputs["held"])
+        set_rng_state(inputs["random"])
+
+
+def _plain_values(live: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, object]]:
+    return {path: {name: _copied(one) for name, one in own.items() if _is_plain(one)} for path, own in live.items()}
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: shard_of(one) for name, one in {**weights_of(module), **buffers_of(module)}.items()}
+
+
+class _Reading(TorchFunctionMode):
+    """Notes which of some tensors code reads, as they are before.
+
+    Args:
+        tensors: The tensors, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self.read: dict[str, Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the tensors among the arguments, and call a function of torch."""
+        for one in tree_leaves((args, kwargs)):
+            name = self._names.get(id(one))
+            if name is not None and name not in self.read:
+                self.read[name] = one.detach().cpu().clone()
+        return function(*args, **(kwargs or {}))
 
 
 def _is_plain(value: object) -> bool:

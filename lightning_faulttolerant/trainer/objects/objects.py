@@ -23,6 +23,7 @@ from lightning_faulttolerant.loader.objects import (
     lost_in_loaders,
     lost_in_workers,
 )
+from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
@@ -151,6 +152,7 @@ class Objects:
         loaders: Its loaders.
         callbacks: Its callbacks, by name.
         registered: The functions that were passed to `FaultTolerance.register`, by name.
+        held: The generators that objects hold.
         manual: Whether only the registered state is saved, and no attributes.
     """
 
@@ -160,6 +162,7 @@ class Objects:
         loaders: Loaders,
         callbacks: Mapping[str, Callback],
         registered: Mapping[str, Registered],
+        held: HeldGenerators,
         *,
         manual: bool,
     ) -> None:
@@ -182,7 +185,11 @@ class Objects:
             module, datamodule = trainer.lightning_module, compat.datamodule(trainer)
             self.drawn.note({"module": module, "datamodule": datamodule}, of_loader=False)
         self.reloads = Reloads(
-            trainer, roots=self._roots.all, roots_of_loaders=parts_of_loaders, rules=lambda: rules_of(trainer)
+            trainer,
+            held,
+            roots=self._roots.all,
+            roots_of_loaders=parts_of_loaders,
+            rules=lambda: rules_of(trainer),
         )
 
     def before_sanity_check(self) -> None:
@@ -264,7 +271,7 @@ class Objects:
         state[STORES] = {
             name: _encoded(name, functions[0], state[LOST]) for name, functions in self._registered.items()
         }
-        state[RELOADS] = self.reloads.last
+        state[RELOADS] = self.reloads.state_dict()
         state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
         self._tell(state[LOST], strict=strict)
         if where == FINISHED:  # a run that trains further sets its own limits

@@ -229,10 +229,6 @@ class RunState:
         self.objects_not_restored: tuple[str, ...] = ()
         """After a resume, a line for each part of the object state that is not as it was."""
         callbacks = named_callbacks(compat.callbacks(trainer))
-        self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
-        self.kinds_of_buffers = kinds_of_buffers(trainer.lightning_module)
-        """The kind of each buffer that the module began with, by its name."""
-        self.left_out = LeftOut(trainer)
         roots = {
             "module": trainer.lightning_module,
             "datamodule": compat.datamodule(trainer),
@@ -243,6 +239,10 @@ class RunState:
         }
         self.held = HeldGenerators({**roots, **users_variables(roots)})
         """The generators that objects hold, except those of loaders."""
+        self.objects = Objects(trainer, loaders, callbacks, registered, self.held, manual=is_manual())
+        self.kinds_of_buffers = kinds_of_buffers(trainer.lightning_module)
+        """The kind of each buffer that the module began with, by its name."""
+        self.left_out = LeftOut(trainer)
 
     def _refresh(self) -> None:
         """Find generators that objects have created since the last search."""
