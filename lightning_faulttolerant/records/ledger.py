@@ -49,12 +49,9 @@ lines at that place. "At the validation run": no ``validated``, ``evaluated``, o
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from lightning_faulttolerant.records.lines import Line, read_lines
 
 FIT = "fit"
 RESUMED = "resumed"
@@ -162,69 +159,3 @@ class FaultPlace:
 def path_of_rank(path: str, rank: int) -> str:
     """Return the file that a rank writes if rank 0 writes `path`."""
     return path if rank == 0 else f"{path}.rank-{rank}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitLines:
-    """What one process did of one fit or evaluation.
-
-    Args:
-        number: The number of the fit or evaluation in its script, from 1.
-        begun: The line that begins it.
-        resumed: The line that says where it continued, if it did.
-        events: All other lines, in order.
-    """
-
-    number: int
-    begun: Line
-    resumed: Line | None
-    events: tuple[Line, ...]
-
-    def of(self, kind: str) -> tuple[Line, ...]:
-        """Return the lines of one kind."""
-        return tuple(line for line in self.events if line["event"] == kind)
-
-    @property
-    def end(self) -> Line | None:
-        """The line of its end, if the process got there."""
-        return next(iter(self.of(END)), None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
-    """What one rank did, in one process, or in each process if several have written to one file.
-
-    Args:
-        fits: The fits, in the order in which they began.
-    """
-
-    fits: tuple[FitLines, ...]
-
-    @property
-    def events(self) -> tuple[Line, ...]:
-        """The lines of all fits, except those that begin them and say where they continue."""
-        return tuple(line for fit in self.fits for line in fit.events)
-
-
-def read_ledger(path: str | os.PathLike[str]) -> Ledger:
-    """Return the content of a ledger; no fits if it does not exist. A line that a kill has torn is skipped.
-
-    Args:
-        path: The file of one rank.
-    """
-    fits: list[list[Line]] = []
-    for line in read_lines(path):
-        if line.get("event") == FIT:
-            fits.append([line])
-        elif fits:  # otherwise the line before it is torn
-            fits[-1].append(line)
-    return Ledger(fits=tuple(_fit(*lines) for lines in fits))
-
-
-def _fit(begun: Line, *lines: Line) -> FitLines:
-    return FitLines(
-        number=begun["fit"],
-        begun=begun,
-        resumed=next((line for line in lines if line["event"] == RESUMED), None),
-        events=tuple(line for line in lines if line["event"] != RESUMED),
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_faulttolerant.records.ledger import path_of_rank, read_ledger
+from lightning_faulttolerant.records.ledger import path_of_rank
 from lightning_faulttolerant.records.lines import LineFile
+from tests.ledgers import read_ledger
 
 
 def written(path: Path, *lines: dict[str, object]) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.records.ledger import BATCH, read_ledger
+from lightning_faulttolerant.records.ledger import BATCH
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.cli.checkpoints import flip
 from tests.cli.replay.replays import LAUNCHER, content, replay, train
 from tests.cli.replay.training import SPOILT
+from tests.ledgers import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

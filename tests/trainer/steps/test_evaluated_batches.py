@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, SAVE_VARIABLE, FitLines, read_ledger
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.data_sets import NoisyDataset
+from tests.ledgers import FitLines, read_ledger
 from tests.processes import run
 from tests.runs import Net, make_trainer
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace, read_ledger
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.steps.open_ledger import read_fault
+from tests.ledgers import read_ledger
 from tests.runs import Net, fit_net
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.records.ledger import FitLines, read_ledger
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.data_sets import NoisyDataset, Squares, Unsized
+from tests.ledgers import FitLines, read_ledger
 from tests.runs import Fetches, Net, TwoLoaders, fit_net
 
 

@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank, read_ledger
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.settings import path_of_ledger
 from lightning_faulttolerant.trainer.steps.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.data_sets import NoisyDataset
+from tests.ledgers import read_ledger
 from tests.processes import run
 from tests.rank_runs import for_ranks
 from tests.runs import Net, eight_batches, fit_net, make_trainer

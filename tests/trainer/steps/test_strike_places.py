@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, places_in, places_text, read_ledger
+from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, places_in, places_text
 from lightning_faulttolerant.trainer.steps import open_ledger
+from tests.ledgers import read_ledger
 from tests.processes import run
 from tests.runs import fit_net
 
