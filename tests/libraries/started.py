@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +118,15 @@ def script(source: Path, root: Path) -> Iterator[Script]:
         found.close()
 
 
-def assert_continues(name: str, root: Path) -> None:
+def assert_continues(name: str, root: Path, *, more: Sequence[str] = ()) -> None:
     """Assert that all starts of a script that is stopped and then killed train, together, the same as one run.
 
     It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then finishes.
+
+    Args:
+        name: The file of the script.
+        root: A directory for the test.
+        more: More interruptions, after the kill.
     """
     with script(HERE / "scripts" / name, root) as started:
         plain = started.start()
@@ -136,6 +141,11 @@ def assert_continues(name: str, root: Path) -> None:
         killed = started.start(INTERRUPT="KILL@5", **PROTECTED)
         assert killed.exit_code == -signal.SIGKILL, killed.output
         assert killed.weights == plain.weights[5:10], killed.output
+        for interrupt in more:
+            later = started.start(INTERRUPT=interrupt, **PROTECTED)
+            assert later.exit_code in (128 + signal.SIGTERM, -signal.SIGKILL), later.output
+            begun = plain.weights.index(later.weights[0])
+            assert later.weights == plain.weights[begun : begun + len(later.weights)], later.output
         ended = started.start(**PROTECTED)
         assert ended.exit_code == 0, ended.output
         assert "Resumed exactly" in ended.output
