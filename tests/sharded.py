@@ -34,6 +34,65 @@ class ShardedNet(RankNet):
         fully_shard(self.layers, mesh=mesh)
 
 
+class LeavesOut(RankNet):
+    """Has a teacher that its ``state_dict`` lacks, with moving statistics; a hook drops weights and states."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in found.items() if not name.startswith("teacher.")}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value for name, value in weights.items() if "layers.0" not in name}
+        checkpoint["optimizer_states"] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for weight in self.teacher.parameters():
+            weight.data.mul_(0.9)
+        return super().training_step(batch, batch_idx) + self.teacher(torch.rand(4, 4)).square().mean()
+
+
+class ShardedLeavesOut(LeavesOut, ShardedNet):
+    """The same in shards of FSDP2."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.teacher, mesh=self.device_mesh["data_parallel"])
+
+
+class Swaps(ShardedNet):
+    """Saves other values under the names of its weights, and a base that stays as it is not at all."""
+
+    strict_loading = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        nn.init.eye_(self.base.weight)
+        nn.init.zeros_(self.base.bias)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.base, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.base(batch), batch_idx)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return {
+            name: value.detach() / 2 if "weight" in name else value
+            for name, value in found.items()
+            if name[:4] != "base"
+        }
+
+
 class PartlyShardedNet(RankNet):
     """Forgets to shard its last layer, so its gradients are not averaged."""
 

@@ -164,6 +164,7 @@ class CheckpointPart(_Saved, total=False):
     # Checkpoints that other code saves.
     behind: list[str]
     inexact: list[str]
+    sums: Mapping[str, list[int]]
     schedulers: list[object]
     instead: Instead
     before_validation: Mapping[str, object]

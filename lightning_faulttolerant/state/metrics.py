@@ -16,6 +16,8 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import MetricTracker
 
+from lightning_faulttolerant.state.tensors import plain_copy, with_tensors
+
 _OF_EVERY_METRIC = vars(SumMetric()).keys()
 _OF_EVERY_MODULE = vars(torch.nn.Module()).keys()
 _KINDS = frozenset({Metric, MetricCollection, MetricTracker})
@@ -115,14 +117,14 @@ def grow_trackers(module: torch.nn.Module, state: Mapping[str, Mapping[str, obje
 
 def metric_state(metric: Metric) -> dict[str, object]:
     """Return a copy of one metric's state."""
-    values = {name: _copy(value) for name, value in metric.metric_state.items()}
+    values = {name: with_tensors(value, plain_copy) for name, value in metric.metric_state.items()}
     return {"values": values, "attributes": _attributes(metric), "update_count": metric.update_count}
 
 
 def load_metric(metric: Metric, state: Mapping[str, Any]) -> list[str]:
     """Restore one metric from a result of `metric_state`; return the names of the states that it doesn't have."""
     for name, value in {**state["values"], **state["attributes"]}.items():
-        setattr(metric, name, _copy(value, device=metric.device))
+        setattr(metric, name, with_tensors(value, lambda one: plain_copy(one).to(metric.device)))
     # torchmetrics has no public way to mark a metric as updated; without it `compute` warns and `sync` misjudges.
     metric._update_count = state["update_count"]
     metric._computed = None
@@ -155,19 +157,10 @@ def _attributes(metric: Metric) -> dict[str, object]:
     kinds = (torch.Tensor, int, float, bool) if is_wrapper else (torch.Tensor,)
     states = metric.metric_state
     return {
-        name: _copy(value)
+        name: with_tensors(value, plain_copy)
         for name, value in vars(metric).items()
         if isinstance(value, kinds) and name not in states and name not in _OF_EVERY_METRIC
     }
-
-
-def _copy(value: object, device: Any = None) -> object:
-    if isinstance(value, torch.Tensor):
-        copy = value.detach().clone()
-        return copy if device is None else copy.to(device)
-    if isinstance(value, list):
-        return [_copy(item, device) for item in value]
-    return value
 
 
 States = Sequence[Mapping[str, Any]]

@@ -35,6 +35,15 @@ def shard_of(tensor: object) -> Any:
         return tensor.to_local()
 
 
+def with_tensors(value: Any, change: Callable[[Tensor], object]) -> Any:
+    """Return a copy of nested dicts and lists, with what `change` returns for each tensor in them."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: with_tensors(one, change) for key, one in value.items()}
+    return [with_tensors(one, change) for one in value] if isinstance(value, list) else value
+
+
 def gradients_state(module: nn.Module) -> dict[str, object]:
     """Return a copy of every existing gradient, by the parameter's name; for one in shards, this rank's part."""
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}

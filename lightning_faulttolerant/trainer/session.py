@@ -185,6 +185,7 @@ class Session(AnySession):
             notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
             self._resume.notes += notes
         follow_buffers(self.trainer, self._patches, self._beginning.history.times)
+        self._patches.around(self.trainer.precision_plugin, "on_save_checkpoint", run_state.left_out.note_dump)
         autosaver = self._make_autosaver(run_state, buckets, skipped)
         self._training = Training(
             self.trainer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -140,27 +141,86 @@ class ThinsStates(Net):
         assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
 
 
-class DropsOptimizers(Net):
-    """Leaves out the states of its optimizers, and saves a checkpoint of its own."""
+def _empty_inside(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+
+
+def _without_momentum(checkpoint: dict[str, Any]) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = {number: {"step": one["step"]} for number, one in state["state"].items() if number}
+
+
+def _zeroed(checkpoint: dict[str, Any]) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["state"] = {n: {name: 0 * one for name, one in own.items()} for n, own in state["state"].items()}
+
+
+def _copied(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"] = copy.deepcopy(checkpoint["optimizer_states"])
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "without-optimizers": (lambda checkpoint: checkpoint["optimizer_states"].clear(), r"optimizers 0: .* 0 of 30 "),
+    "empty-optimizers": (_empty_inside, r"optimizers 0: .* holds 12 of 30 values"),
+    "without-momentum": (_without_momentum, r"optimizers 0: .* holds 17 of 30 values"),
+    "zeros": (_zeroed, r"optimizers 0: .* holds 30 of 30 values"),
+    "empty-schedulers": (lambda checkpoint: checkpoint.update(lr_schedulers=[{}]), r"schedulers 0: .* 0 of 8 "),
+    "callbacks": (lambda checkpoint: checkpoint.update(callbacks={}), r"callbacks EarlyStopping.*: .* 0 of 6 "),
+    "copied": (_copied, ""),
+}
+"""Changes of a hook, by the name of a checkpoint, and the reason why it can't be resumed exactly, if there is one."""
+
+
+class SavesOwn(Net):
+    """Saves checkpoints of its own, and changes each of them."""
+
+    change: Any = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["optimizer_states"] = []
+        if self.change is not None:
+            self.change(checkpoint)
 
     def on_train_epoch_end(self) -> None:
-        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/own.ckpt")
+        for name, (self.change, _) in CHANGES.items():
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{name}.ckpt")
+        self.change = None
 
 
-def test_states_that_a_users_checkpoint_lacks_are_named(tmp_path: Path) -> None:
-    """A resume from a checkpoint of the user's without them is refused; one that isn't strict reports it."""
-    fit_net([FaultTolerance(tmp_path / "first")], tmp_path, module=DropsOptimizers(), max_epochs=1)
-    path, reason = tmp_path / "own.ckpt", "optimizers: the checkpoint has the states of 0 of 1"
-    with pytest.raises(NotExactError, match=reason):
-        fit_net([FaultTolerance(tmp_path / "second")], tmp_path, module=DropsOptimizers(), ckpt_path=path)
-    lax = FaultTolerance(tmp_path / "third", strict=False)
-    fit_net([lax], tmp_path, module=DropsOptimizers(), ckpt_path=path)
-    assert lax.resume_report is not None
-    assert [line.partition(";")[0] for line in lax.resume_report.not_exact] == [reason]
-    assert "optimizers" not in lax.resume_report.exact
+class ChangedByCallback(SavesOwn):
+    """Leaves the changes to a callback that comes first."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+class Changer(Callback):
+    """Changes the checkpoints of `ChangedByCallback`."""
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        if isinstance(module, ChangedByCallback):
+            SavesOwn.on_save_checkpoint(module, checkpoint)
+
+
+@pytest.mark.parametrize("module", [SavesOwn, ChangedByCallback])
+def test_states_that_a_hook_changes_in_a_users_checkpoint_are_named(tmp_path: Path, module: type[SavesOwn]) -> None:
+    """A resume from a checkpoint of the user's with other states is refused; one that isn't strict reports it."""
+
+    def fit(name: str, ckpt_path: Path | None = None, **options: Any) -> FaultTolerance:
+        ours = FaultTolerance(tmp_path / name, **options)
+        users = [Changer(), ours, EarlyStopping("val_loss", patience=9)]
+        fit_net(users, tmp_path / name, module=module(), max_epochs=1, ckpt_path=ckpt_path)
+        return ours
+
+    fit("first")
+    for name, (_, reason) in CHANGES.items():
+        path = tmp_path / "first" / f"{name}.ckpt"
+        with pytest.raises(NotExactError, match=reason) if reason else contextlib.nullcontext():
+            fit(f"strict-{name}", path)
+    report = fit("lax", tmp_path / "first" / "empty-optimizers.ckpt", strict=False).resume_report
+    assert report is not None
+    assert [line.partition(":")[0] for line in report.not_exact] == ["optimizers 0"]
+    assert "optimizers" not in report.exact
+    assert "schedulers" in report.exact
 
 
 @pytest.mark.parametrize("module", [DropsStates, ThinsStates])

@@ -20,8 +20,11 @@ from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import (
     Fsdp1OnCpu,
     Fsdp1WholeOnCpu,
+    LeavesOut,
     PartlyShardedNet,
+    ShardedLeavesOut,
     ShardedNet,
+    Swaps,
     TensorParallelNet,
     TwoOptimizersNet,
     fsdp2,
@@ -37,10 +40,19 @@ def same_rows() -> DataLoader[Any]:
 
 
 def test_fsdp2_continues() -> None:
-    """With one rank of FSDP2 killed, both resume exactly, each with its own batch norm."""
+    """With one rank of FSDP2 killed, both resume exactly, with batch norms of their own and what hooks leave out."""
     cut = Cut(kill=2, every=1, continues_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
-    assert_ranks_continue(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
+    assert_ranks_continue(cut, rank=0, module=ShardedLeavesOut, strategy=fsdp2(), **limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
+@pytest.mark.parametrize("module", [ShardedLeavesOut, Swaps])
+def test_what_users_leave_out_of_fsdp2_continues(module: type[ShardedNet], is_sharded: bool) -> None:
+    """Weights that a hook or a ``state_dict`` drops or changes continue, and so does a base that is only compared."""
+    strategy = fsdp2(save_distributed_checkpoint=is_sharded)
+    assert_ranks_continue(FIRST_EPOCH, rank=1, module=module, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.slow
@@ -168,9 +180,13 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 @pytest.mark.parametrize("is_whole", [False, True], ids=["directory", "file"])
 def test_fsdp1_continues(s3: str, is_whole: bool) -> None:
-    """With one rank of FSDP1 killed, both resume exactly, from a directory in an object store and from one file."""
+    """With one rank of FSDP1 killed, both resume exactly, from a directory in an object store and from one file.
+
+    FSDP1 saves what the module's own ``state_dict`` leaves out; hooks drop other weights and all states.
+    """
     strategy = Fsdp1WholeOnCpu() if is_whole else Fsdp1OnCpu(state_dict_type="sharded")
-    assert_ranks_continue(FIRST_EPOCH, rank=1, url=None if is_whole else s3, strategy=strategy, max_epochs=1)
+    url = None if is_whole else s3
+    assert_ranks_continue(FIRST_EPOCH, rank=1, url=url, strategy=strategy, module=LeavesOut, max_epochs=1)
 
 
 @pytest.mark.slow

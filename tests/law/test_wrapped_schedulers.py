@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, Expone
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt
+from tests.rank_runs import RankNet, assert_ranks_resume, rank_fit
 from tests.runs import Net, assert_exact, fit_net
+from tests.sharded import Fsdp1OnCpu, Fsdp1WholeOnCpu, ShardedNet, fsdp2
 
 
 class Warmup(LRScheduler):
@@ -190,11 +192,6 @@ def numbers(value: Any) -> Iterator[Any]:
         yield value
 
 
-def test_wrapped_schedulers_and_optimizers() -> None:
-    """Rates, weights, and the states of wrapping and wrapped optimizers are those of the uninterrupted run."""
-    assert_exact(list, KillAt(8), module=Wrapped)
-
-
 def warm_up(optimizer: Any) -> LRScheduler:
     """Return a scheduler that can be pickled and that holds others, one in another."""
     return Warmup(
@@ -217,6 +214,74 @@ class Scheduled(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.rates += [group["lr"] for group in self.trainer.optimizers[0].inner.param_groups]
         return super().training_step(batch, batch_idx)
+
+
+class Plain(Scheduled):
+    """Has a plain optimizer, whose groups the scheduler holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up(optimizer), "interval": "step"}}
+
+    training_step = Net.training_step
+
+
+@pytest.mark.parametrize("module", [Wrapped, Plain])
+def test_wrapped_schedulers_and_optimizers(module: type[Net]) -> None:
+    """Rates, weights, and the states of wrapping and wrapped optimizers are those of the uninterrupted run."""
+    assert_exact(list, KillAt(8), module=module)
+
+
+class OnRanks(RankNet):
+    """Has an optimizer from `wrap` and a scheduler that wraps others; holds the group, and changes it."""
+
+    def __init__(self, wrap: Any = None) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = optimizer if self.wrap is None else self.wrap(optimizer)
+        self.group = optimizer.param_groups[0]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up(optimizer), "interval": "step"}}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.group["weight_decay"] += 0.001
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        if self.wrap is not None:
+            self.log("state", total(self.trainer.optimizers[0].state_dict()))
+        return super().training_step(batch, batch_idx)
+
+
+class OnShardingRanks(OnRanks, ShardedNet):
+    """The same in shards of FSDP2."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning")
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["wraps", "lookahead", "post-local", "fsdp1", "fsdp1-file", "fsdp2", "fsdp2-file"])
+def test_wrapped_schedulers_and_optimizers_on_two_ranks(kind: str) -> None:
+    """The same holds on two ranks, with each rank killed at another place, and under strategies that shard."""
+    kinds: dict[str, tuple[Any, Any]] = {
+        "wraps": (lambda: OnRanks(Wraps), "ddp"),
+        "lookahead": (lambda: OnRanks(Lookahead), "ddp"),
+        "post-local": (lambda: OnRanks(post_local), "ddp"),
+        "fsdp1": (OnRanks, Fsdp1OnCpu(state_dict_type="sharded")),
+        "fsdp1-file": (OnRanks, Fsdp1WholeOnCpu()),
+        "fsdp2": (OnShardingRanks, fsdp2()),
+        "fsdp2-file": (OnShardingRanks, fsdp2(save_distributed_checkpoint=False)),
+    }
+    module, strategy = kinds[kind]
+    limits = {"limit_train_batches": 6, "limit_val_batches": 1}
+    fit = rank_fit(2, module=module, strategy=strategy, **limits)
+    assert_ranks_resume(fit, [KillAt(2, rank=0), KillAt(3, rank=1), KillAt(3, rank=0)])
 
 
 class Saves(Callback):

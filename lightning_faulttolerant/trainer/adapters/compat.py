@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_faulttolerant.clock import perf_counter
-from lightning_faulttolerant.state.tensors import plain_copy
+from lightning_faulttolerant.state.tensors import plain_copy, with_tensors
 from lightning_faulttolerant.trainer.compat import callbacks
 from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of
 
@@ -238,11 +238,7 @@ def load_logger_connector(trainer: Trainer, state: LoggerConnectorState) -> None
 
 def copied(values: object) -> object:
     """Return a copy of logged values: tensors, plain values, and mappings and lists of these."""
-    if isinstance(values, Mapping):
-        return {name: copied(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [copied(value) for value in values]
-    return plain_copy(values) if isinstance(values, torch.Tensor) else values
+    return with_tensors(values, plain_copy)
 
 
 def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import (
@@ -24,7 +23,7 @@ from lightning_faulttolerant.checkpoint.schema import (
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
-from lightning_faulttolerant.state.tensors import buffers_state
+from lightning_faulttolerant.state.tensors import buffers_state, with_tensors
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
@@ -94,7 +93,7 @@ def gather(
         return joined([pack_blobs(state)])
     digests = ranks.from_first("digests", digests_of(full) if ranks.rank == 0 else None)
     own = state if ranks.rank == 0 else difference(full, digests)
-    packed = on_cpu(pack_blobs(own))
+    packed = with_tensors(pack_blobs(own), lambda one: one.detach().cpu())
     own_times = None if times is None else times.take()
     packed = packed if ranks.rank == 0 else as_bytes(packed)
     gathered = ranks.to_first("state", (position, packed, own_times, header[NOT_EXACT]))
@@ -172,14 +171,3 @@ def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, object]:
     found = {key: value for key, value in checkpoint.items() if key not in (*SHARED, *OPAQUE_KEYS)}
     pool = checkpoint.get(KEY, {}).get(PICKLED)
     return {**found, PICKLED: pool} if pool else found
-
-
-def on_cpu(state: object) -> Any:
-    """Return `state` with its tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, dict):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [on_cpu(value) for value in state]
-    return state

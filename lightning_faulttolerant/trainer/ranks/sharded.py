@@ -42,6 +42,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, safely_unpickled, send_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice
+from lightning_faulttolerant.trainer.resume.parameters import changed_in_place
 from lightning_faulttolerant.trainer.save.pace import described
 
 _log = logging.getLogger(__name__)
@@ -315,6 +316,7 @@ def load_checkpoint(
     without = [] if part is None else part.get(WITHOUT_STATE, [])
     with contextlib.ExitStack() as stack:
         if choice.path is not None:
+            stack.enter_context(changed_in_place(trainer))
             stack.enter_context(loadable(trainer, without))
         if loads_itself and choice.path is not None and is_url(choice.path):
             stack.enter_context(fetched(trainer.strategy, choice.path))

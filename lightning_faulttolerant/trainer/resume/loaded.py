@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -20,11 +21,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.state.reachable import names_in_libraries
 from lightning_faulttolerant.state.tensors import is_readable, mark_of, sums_of_bits, weights_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import OwnMasks
 from lightning_faulttolerant.trainer.patches import Method, Patches, is_users_function
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS
 
 Path = tuple[Any, ...]
@@ -207,9 +210,11 @@ def _sums(values: Mapping[Path, object]) -> dict[Path, _Sum]:
     return {path: (tensor.dtype, sums[str(number)]) for number, (path, tensor) in enumerate(tensors.items())}
 
 
+WEIGHTS: Final = "weights"
+"""The key of `sums_of_states` for weights that a strategy loads before the hooks of users."""
 _LEN_OF_KEY = len(("optimizers", 0, GROUPS, 0, "key"))
 _LOAD_HOOK = "on_load_checkpoint"
-_CHECKPOINT, _WEIGHTS, _TRAINING, _CALLBACKS = "checkpoint", "weights", "training", "callbacks"
+_CHECKPOINT, _TRAINING, _CALLBACKS = "checkpoint", "training", "callbacks"
 
 
 @final
@@ -235,7 +240,7 @@ class RestoredState:
             **{f"[Callback]{callback.state_key}": callback for callback in compat.callbacks(trainer)},
         }
         self._watched: dict[str, dict[Path, Any]] = {}
-        self._num_saved: dict[str, int] = {}
+        self._num_schedulers = float("inf")
         self._reasons: list[str] = []
         self.notes: list[str] = []
         """A line for each hook whose changes are undone."""
@@ -269,8 +274,7 @@ class RestoredState:
             checkpoint: The checkpoint.
             rewritten: The parts of it from `rewritten_in`.
         """
-        lists = {"optimizers": checkpoint.get("optimizer_states"), "schedulers": checkpoint.get("lr_schedulers")}
-        self._num_saved = {name: len(states) for name, states in lists.items() if isinstance(states, list)}
+        self._num_schedulers = len(checkpoint.get("lr_schedulers") or ())
         if not any(self._is_users(f"{owner}.{_LOAD_HOOK}") for owner in self._owners):
             return
         # What a checkpoint of Lightning's has of a run, and the type that it has there.
@@ -315,7 +319,7 @@ class RestoredState:
             lambda: held, keep=lambda path: len(path) == 1 or path[1] in names[path[0]]
         )
         if not self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded them
-            self._parts[_WEIGHTS] = LoadedValues(lambda: weights_of(self._trainer.lightning_module))
+            self._parts[WEIGHTS] = LoadedValues(lambda: weights_of(self._trainer.lightning_module))
 
     def note_optimizers(self) -> None:
         """Note what Lightning has loaded, with the user's own masks. The last call counts: a finder loads others."""
@@ -324,14 +328,10 @@ class RestoredState:
         self._parts.pop(_CHECKPOINT, None)
         names = {id(one): name for name, one in self._trainer.lightning_module.named_parameters()}
         self._parts[_TRAINING] = LoadedValues(lambda: _training(self._trainer), names)
-        # Autosaves have all states. Lightning loads those that there are.
-        num = {"optimizers": len(self._trainer.optimizers), "schedulers": len(self._trainer.lr_scheduler_configs)}
-        self._reasons += [
-            f"{name}: the checkpoint has the states of {saved} of {num[name]}; resume from an autosave, which has all"
-            for name, saved in self._num_saved.items()
-            if saved < num[name]
-        ]
-        self._num_saved = {}
+        num = len(self._trainer.lr_scheduler_configs)
+        if self._num_schedulers < num:  # Lightning loads those that there are
+            self._reasons.append(f"schedulers: the checkpoint has the states of {self._num_schedulers} of {num}")
+            self._num_schedulers = num
 
     def put_back(self, created: Mapping[str, Any] | None) -> list[str]:
         """Put back what has changed since. Return a reason for each value that is not the run's.
@@ -340,7 +340,7 @@ class RestoredState:
             created: How the optimizers of the run were created, if the checkpoint says so.
         """
         groups = [one["groups"] for one in (created or {}).get("optimizers", ())]
-        readers = {_WEIGHTS: self._of_weights, _TRAINING: self._of_optimizers}
+        readers = {WEIGHTS: self._of_weights, _TRAINING: self._of_optimizers}
         for part, values in self._parts.items():
             changed = values.changed()
             # The object state knows which of the user's own values continue: those that training has changed.
@@ -403,10 +403,47 @@ def rewritten_in(checkpoint: Mapping[str, Any], trainer: Trainer) -> list[str]:
         checkpoint: A dump of Lightning's.
         trainer: The trainer of the fit.
     """
+    if has_shards(trainer.strategy):
+        return []  # it loads them before that hook
     weights, saved = weights_of(trainer.lightning_module), checkpoint.get("state_dict", {})
     live = {"state_dict": weights, "optimizer_states": _training(trainer)["optimizers"]}
     dumped = {**checkpoint, "state_dict": {name: saved[name] for name in weights if name in saved}}
     return [name for name, one in live.items() if not _marks(dumped.get(name)) <= _marks(one)]
+
+
+_STATES = {"optimizers": "optimizer_states", "schedulers": "lr_schedulers", "callbacks": "callbacks", WEIGHTS: WEIGHTS}
+
+
+def sums_of_states(checkpoint: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return how many values each state in a checkpoint of Lightning's has, and a sum of them."""
+    found = {}
+    for kind, key in _STATES.items():
+        states = checkpoint.get(key) or ()
+        for name, state in states.items() if isinstance(states, dict) else enumerate(states):
+            values = dict(_walk(state, lambda path: True))
+            sums = _sums(values)
+            leaves = [(path, sums.get(path, one)) for path, one in values.items() if not isinstance(one, _CONTAINERS)]
+            found[f"{kind} {name}"] = [len(leaves), zlib.crc32(repr(leaves).encode())]
+    return found
+
+
+def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]], path: str) -> list[str]:
+    """Return a line for each state that a hook has changed in a checkpoint of the user's, after our part was made.
+
+    Args:
+        checkpoint: The checkpoint as it was loaded.
+        saved: The result of `sums_of_states` for what Lightning saved.
+        path: The file.
+    """
+    if f"{WEIGHTS} 0" in saved:  # the strategy has taken them out
+        checkpoint = {**checkpoint, WEIGHTS: [load_path(path)["state_dict"]]}
+    now = sums_of_states(checkpoint)
+    return [
+        f"{name}: a hook (on_save_checkpoint) has changed it, and the checkpoint holds {now.get(name, [0])[0]} of "
+        f"{first[0]} values; resume from an autosave, which has all, or let the hook keep them"
+        for name, first in saved.items()
+        if now.get(name) != first
+    ]
 
 
 def _marks(values: object) -> set[object]:

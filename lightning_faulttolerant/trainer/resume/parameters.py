@@ -156,8 +156,9 @@ def _fill(before: Any, now: Any) -> None:
     if before is now:
         return
     if isinstance(before, dict):
+        ordered = {key: now[key] for key in before if key in now}  # torch's load puts the parameters of a group last
         before.clear()
-        before.update(now)
+        before.update({**ordered, **now})
         return
     for one, loaded in zip(before, now, strict=False):
         _fill(one, loaded)

@@ -36,6 +36,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.gather import BUFFERS, SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
+from lightning_faulttolerant.trainer.resume.loaded import changed_states
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups, changed_in_place
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
@@ -179,6 +180,7 @@ class Restoring:
             load()
         loaded, part, path = compat.loaded_checkpoint(self._trainer), choice.part, str(choice.path)
         self._trust.restore(loaded, None if part is None else part.get(PICKLED), path)
+        resume.admit(changed_states(loaded, {} if part is None else part.get("sums", {}), path))
         resume.prepare(loaded)
         self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
         if resume.position is not None and part is not None and "state_dict" in loaded:

@@ -412,7 +412,7 @@ def _name(value: object) -> str:
 
 def _plain(value: object) -> object:
     """Return a setting as numbers, strings, and lists of these, or ``None`` for anything else."""
-    if isinstance(value, Tensor):
+    if type(value) is Tensor:  # no parameter, which a scheduler may hold in a group, nor a part of one in shards
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (bool, int, float, str)):
         return value

@@ -55,6 +55,7 @@ from lightning_faulttolerant.trainer.position import (
     TrainerPosition,
     position_of,
 )
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.sharded import (
     IN_SHARDS,
@@ -62,11 +63,11 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     Replicas,
     left_alone,
     make_loadable,
+    without_shards,
     without_state,
 )
-from lightning_faulttolerant.trainer.resume.loaded import rewritten_in
+from lightning_faulttolerant.trainer.resume.loaded import WEIGHTS, rewritten_in, sums_of_states
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
-from lightning_faulttolerant.trainer.save.left_out import dump
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
@@ -304,17 +305,22 @@ class CheckpointContents:
 
     def put_part(self, checkpoint: dict[str, object], save: HookSave) -> None:
         """Put our part into a checkpoint that other code saves; a collective, unless one rank saves alone."""
+        dumped = self._run_state.left_out.take_dumped()
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         inexact = save.inexact if save.is_of_one_rank else (*save.inexact, *self._replicas.why_not_exact())
-        # The module's own hook comes later and may drop weights. Storages that the file has twice are written once.
-        is_last = type(self._trainer.lightning_module).on_save_checkpoint is LightningModule.on_save_checkpoint
+        # Hooks that come later may drop weights. Storages that the file has twice are written once.
+        has_hooks = overrides_save_hook(self._trainer)
         captured = {} if save.instead is None else save.instead["buffers"]
-        state = self._run_state.with_left_out(save.state, checkpoint if is_last else {}, captured)
+        state = self._run_state.with_left_out(save.state, {} if has_hooks else checkpoint, captured)
         part = self._part_of_all(ranks, save.position, state, checkpoint, save.instead)
         if part is not None:
             checkpoint[KEY] = part
             part["behind"], part["inexact"] = list(save.pending), list(inexact)
+            saved = without_shards(dumped) if self._is_sharded else dumped
+            if has_hooks and has_shards(self._trainer.strategy) and not self._is_sharded:
+                saved = {**saved, WEIGHTS: [saved["state_dict"]]}
+            part["sums"] = sums_of_states(saved)
             states = checkpoint.get(_SCHEDULERS, [])
             if save.instead is not None:
                 part["instead"] = {**save.instead}
@@ -345,7 +351,7 @@ class CheckpointContents:
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
                 has_hooks = overrides_save_hook(self._trainer)
-                checkpoint = self._times.timed(lambda: dump(self._trainer, has_hooks=has_hooks))
+                checkpoint = self._times.timed(lambda: self._run_state.left_out.dump(has_hooks=has_hooks))
         finally:
             self.is_dumping = False
         rewritten = rewritten_in(checkpoint, self._trainer)

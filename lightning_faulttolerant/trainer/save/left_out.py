@@ -13,14 +13,16 @@ from typing import Any, Final, final
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
+from lightning_faulttolerant.state import tensors
 from lightning_faulttolerant.state.objects.object_state import is_constant
-from lightning_faulttolerant.state.tensors import is_readable, load_buffers, sums_of_bits, weights_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import without_masks
-from lightning_faulttolerant.trainer.patches import Method, Patches
+from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
 
 _WEIGHTS: Final = "state_dict"
 
@@ -40,11 +42,13 @@ class LeftOut:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._first: dict[str, int] | None = None
+        self._dumped: dict[str, Any] = {}
 
     def begin(self) -> None:
         """Note the weights that the fit begins with; without this call, all that is left out is carried."""
         if self._first is None:
-            self._first = sums_of_bits(_readable(self._module))
+            reshard(self._trainer)
+            self._first = tensors.sums_of_bits(_readable(self._module))
 
     def found(self, weights: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return what some saved weights lack: what has changed, and sums of the rest, by name.
@@ -52,8 +56,10 @@ class LeftOut:
         Args:
             weights: The weights in a checkpoint.
         """
-        if has_shards(self._trainer.strategy):
-            return {}, {}  # each rank has only a part of them
+        if isinstance(self._trainer.strategy, FSDPStrategy):
+            return {}, {}  # it can't save without one of its weights
+        if has_shards(self._trainer.strategy):  # this rank's parts: the checkpoint may have all of them, on rank 0
+            weights = self._module.state_dict()
         own = _readable(self._module)
         named = without_masks(own)  # those of pruned weights are saved in another form
         left = {name: one for name, one in own.items() if name in named and not _is_saved(one, weights.get(name))}
@@ -62,13 +68,41 @@ class LeftOut:
         copies = {name: one for name, one in left.items() if name in first and first[name] in trained}
         if not all(map(is_constant, copies.values())):
             self.carry(copies)  # code that copies weights at a start would copy later ones in a resumed run
-        sums = {name: total for name, total in sums_of_bits(left).items() if first.get(name) == total}
+        sums = {name: total for name, total in tensors.sums_of_bits(left).items() if first.get(name) == total}
         return {name: one.detach() for name, one in left.items() if name not in sums}, sums
 
     def carry(self, names: Iterable[str]) -> None:
         """Carry these weights always: the checkpoint that the fit continues from carries them."""
         for name in names:
             (self._first or {}).pop(name, None)
+
+    def note_dump(self, original: Method, checkpoint: dict[str, Any]) -> None:
+        """Note what Lightning dumps. This replaces the last method that is called before the hooks of users."""
+        original(checkpoint)
+        self._dumped = tensors.with_tensors(checkpoint, lambda one: one)
+
+    def take_dumped(self) -> dict[str, Any]:
+        """Return the last dump as it was before the hooks of users, and forget it."""
+        dumped, self._dumped = self._dumped, {}
+        return dumped
+
+    def dump(self, *, has_hooks: bool) -> dict[str, Any]:
+        """Return Lightning's checkpoint, with all but weights that hooks drop: states of optimizers and callbacks.
+
+        What hooks add stays, and so does a tensor in another form, which their ``on_load_checkpoint`` translates. A
+        strategy that shards loads weights before such a hook: they stay as they are.
+
+        Args:
+            has_hooks: Whether users have hooks that are called for the checkpoint.
+        """
+        checkpoint: dict[str, Any] = compat.dump_checkpoint(self._trainer)
+        first = self.take_dumped()
+        if not has_hooks:
+            return checkpoint
+        kept = {name: _with_dropped(checkpoint.get(name), one) for name, one in first.items() if name != _WEIGHTS}
+        if has_shards(self._trainer.strategy):
+            kept[_WEIGHTS] = {**(checkpoint.get(_WEIGHTS) or {}), **first[_WEIGHTS]}
+        return {**checkpoint, **kept}
 
     def others(self, state: Mapping[str, Any]) -> list[str]:
         """Return a line for each weight that training had not changed, and that is another one here.
@@ -77,45 +111,13 @@ class LeftOut:
             state: The state of a rank.
         """
         sums: Mapping[str, int] = state.get(LEFT_OUT, {})
-        now = sums_of_bits({name: one for name, one in _readable(self._module).items() if name in sums})
+        now = tensors.sums_of_bits({name: one for name, one in _readable(self._module).items() if name in sums})
         others = [name for name, total in sums.items() if now.get(name) != total]
         return [
             f"{name}: the checkpoint leaves it out, and this process has created it with other values. Load or create "
             "it with the same values at each start, or save it"
             for name in others
         ]
-
-
-def dump(trainer: Trainer, *, has_hooks: bool) -> dict[str, Any]:
-    """Return Lightning's checkpoint, with all but weights that hooks drop: states of optimizers and callbacks, loops.
-
-    What hooks add stays, and so does a tensor in another form, which their ``on_load_checkpoint`` translates.
-
-    Args:
-        trainer: The trainer that runs the fit.
-        has_hooks: Whether users have hooks that are called for the checkpoint.
-    """
-    if not has_hooks:
-        return compat.dump_checkpoint(trainer)
-    first: dict[str, Any] = {}
-
-    def note(original: Method, checkpoint: dict[str, Any]) -> None:
-        original(checkpoint)
-        first.update(_containers_copied({name: one for name, one in checkpoint.items() if name != _WEIGHTS}))
-
-    patches = Patches()
-    patches.around(trainer.precision_plugin, "on_save_checkpoint", note)  # the last thing before the users' hooks
-    try:
-        checkpoint = compat.dump_checkpoint(trainer)
-    finally:
-        patches.undo()
-    return {**checkpoint, **{name: _with_dropped(checkpoint.get(name), one) for name, one in first.items()}}
-
-
-def _containers_copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _containers_copied(one) for key, one in value.items()}
-    return [_containers_copied(one) for one in value] if isinstance(value, list) else value
 
 
 def _with_dropped(now: Any, first: Any) -> Any:
@@ -133,15 +135,17 @@ def _with_dropped(now: Any, first: Any) -> Any:
 
 def load_left_out(trainer: Trainer, state: Mapping[str, Tensor]) -> None:
     """Restore carried weights as soon as Lightning has loaded the others: hooks at the start see them."""
-    names = weights_of(trainer.lightning_module).keys() & state.keys()
-    load_buffers(trainer.lightning_module, {name: state[name] for name in names})
+    names = tensors.weights_of(trainer.lightning_module).keys() & state.keys()
+    tensors.load_buffers(trainer.lightning_module, {name: state[name] for name in names})
 
 
 def _readable(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: one for name, one in weights_of(module).items() if is_readable(one)}
+    """Return the weights, each rank's part of those in shards."""
+    return {name: tensors.shard_of(one) for name, one in tensors.weights_of(module).items() if tensors.is_readable(one)}
 
 
 def _is_saved(tensor: Tensor, value: object) -> bool:
+    value = tensors.shard_of(value)
     if not isinstance(value, Tensor) or (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
         return False
     return value.data_ptr() == tensor.data_ptr() or torch.equal(value.to(tensor.device), tensor)

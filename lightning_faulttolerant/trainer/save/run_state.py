@@ -60,7 +60,7 @@ from lightning_faulttolerant.trainer.position import (
     TrainerPosition,
 )
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manual
-from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
@@ -387,8 +387,8 @@ def _load_objects(run: RunState, state: Mapping[str, Any]) -> None:
 
 
 def _buffers_state(run: RunState, at: _Moment) -> dict[str, Any]:
-    # If each rank has a buffer whole, the directory of a strategy that shards holds the copy of any one rank.
-    return buffers_state(run.module, persistent=None if saves_shards(run.trainer.strategy) else False)
+    # If each rank has a buffer whole, the checkpoint of a strategy that shards holds the copy of any one rank.
+    return buffers_state(run.module, persistent=None if has_shards(run.trainer.strategy) else False)
 
 
 def _load_buffers(run: RunState, state: Mapping[str, Any]) -> list[str]:
