@@ -89,7 +89,7 @@ class Roots:
 def _own_keys_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Namespace]:
     """Return the plain values in groups that are not the optimizer's, such as a port or a start time."""
     groups = {
-        f"optimizers[{i}].param_groups[{j}]": (group, group.keys() - optimizer.defaults)
+        f"optimizers[{i}].param_groups[{j}]": (group, group.keys() - getattr(optimizer, "defaults", {}))
         for i, optimizer in enumerate(optimizers)
         for j, group in enumerate(optimizer.param_groups)
     }
