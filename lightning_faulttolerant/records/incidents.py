@@ -11,7 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -44,9 +44,7 @@ class Incident:
         without: Why there is none.
         autosave: Where the last autosave was taken, in words.
         num_batches: How many batches a replay from the last autosave runs, including that of the step.
-        second_run: What a second run of the step has shown, in words; empty if there was none.
         replay: The line to type.
-        sums: Sums of the bits of the step's tensors by their names, in the order in which the step computes them.
     """
 
     step: int
@@ -61,9 +59,7 @@ class Incident:
     without: str = ""
     autosave: str = ""
     num_batches: int = 0
-    second_run: str = ""
     replay: str = ""
-    sums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -72,15 +68,9 @@ class Incident:
 
     def lines(self) -> list[str]:
         """Return the report in words, without the line to type."""
-        cause = f"The second run of the step {self.second_run}." if self.second_run else ""
         return [
-            line
-            for line in (
-                f"Incident in {self.place}, rank {self.rank}: {self.what}.",
-                f"The state before the step is in {self.checkpoint}." if self.checkpoint else self._without(),
-                cause,
-            )
-            if line
+            f"Incident in {self.place}, rank {self.rank}: {self.what}.",
+            f"The state before the step is in {self.checkpoint}." if self.checkpoint else self._without(),
         ]
 
     def _without(self) -> str:

@@ -89,7 +89,6 @@ class ReplayRequest:
         opens_debugger: Whether rank 0 opens the debugger before the first of these steps.
         detects_anomalies: Whether autograd looks for the operation that produced a NaN.
         dumps: Where to write what belongs to each of these steps; ``None`` for nowhere.
-        sums_after: After how many backward passes of the last step its sums are written; ``None`` if they are not.
         without: The batches that the replay leaves out, though the run may not have: epoch and batch.
         values: What to set before the first of these steps: keys and values, as the user wrote them.
     """
@@ -101,7 +100,6 @@ class ReplayRequest:
     opens_debugger: bool = False
     detects_anomalies: bool = False
     dumps: str | None = None
-    sums_after: int | None = None
     without: tuple[tuple[int, int], ...] = ()
     values: tuple[tuple[str, str], ...] = ()
 
@@ -193,17 +191,6 @@ def read_start(request: ReplayRequest) -> ReplayStart | None:
 def write_outcome(request: ReplayRequest, rank: int, outcome: ReplayOutcome) -> None:
     """Report how the replay ended on a rank."""
     _write(request.path(f"outcome.rank-{rank}.json"), asdict(outcome))
-
-
-def write_sums(request: ReplayRequest, loss: str, sums: Mapping[str, str]) -> None:
-    """Report the loss of the last step as text, and sums of the bits of its tensors by their names."""
-    _write(request.path("sums.json"), {"loss": loss, "sums": dict(sums)})
-
-
-def read_sums(request: ReplayRequest) -> tuple[str, dict[str, str]] | None:
-    """Return the loss of the last step, and its sums; ``None`` if the replay did not get there."""
-    found = _read(request.path("sums.json"))
-    return None if found is None else (found["loss"], found["sums"])
 
 
 def read_outcomes(request: ReplayRequest) -> dict[int, ReplayOutcome]:

@@ -61,8 +61,6 @@ class FaultTolerance(AnyCallback):
             far above the recent ones; or a function of a `MeasuredStep` that returns a bool. The state before the step
             is saved, and never removed. Exceptions are incidents, too. It needs a capture before each batch and a
             wait for the device after each backward pass. Default: nothing is recorded.
-        attribute: Whether the step of an incident is run again at once, in its own process. If it differs, the
-            cause is the hardware or a kernel that is not deterministic. Training waits for at most ten minutes.
         stop_on_incident: Whether an incident ends the run, with an ``IncidentError``. If not, training continues.
         resume_from: Begin a branch: a new run, with its own run id, from a kept autosave of this one. The number of
             optimizer steps, ``"EPOCH:BATCH"``, or the path of an autosave. The same command continues the branch.
@@ -133,7 +131,6 @@ class FaultTolerance(AnyCallback):
         keep_last: int = 2,
         keep_every: int | None = None,
         record: str | Callable[[MeasuredStep], bool] | None = None,
-        attribute: bool = False,
         stop_on_incident: bool = False,
         resume_from: str | int | os.PathLike[str] | None = None,  # str first: to YAML, 2:7 is also a number
         skip_batches: Sequence[tuple[int, int]] = (),
@@ -162,7 +159,6 @@ class FaultTolerance(AnyCallback):
             keep_last=keep_last,
             keep_every=keep_every,
             record=record,
-            attribute=attribute,
             stop_on_incident=stop_on_incident,
             resume_from=checked_resume_from(resume_from),
             skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it

@@ -206,13 +206,11 @@ class Session(AnySession):
             self._replay.begin(self.loaders, self._beginning.ranks)
 
     def _make_recorder(self, training: Training, rule: str | Rule) -> FlightRecorder:
-        stop = self._stop
         writer = IncidentWriter(
             self.trainer,
             self._beginning,
             training.checkpointer.autosaver.pace,
             boundary=lambda: training.boundary,
-            is_stopping=(lambda: stop.requested is not None) if self._options.attribute else None,
         )
         recorder = FlightRecorder(self.trainer, rule, writer, stops=self._options.stop_on_incident)
         recorder.take_seams(self._patches)

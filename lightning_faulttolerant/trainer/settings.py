@@ -174,7 +174,6 @@ _FLAGS = (
     "elastic",
     "async_save",
     "incremental",
-    "attribute",
     "stop_on_incident",
 )
 _HANG = HANG_NAMES[1:]
@@ -209,7 +208,6 @@ class Options:
     hang_timeout: float | None = None
     keep_every: int | None = None
     record: str | Rule | None = None
-    attribute: bool = False
     stop_on_incident: bool = False
     resume_from: int | str | None = None
     skip_batches: tuple[Skip, ...] = ()
@@ -248,9 +246,8 @@ class Options:
             raise ValueError(
                 f"record must be one of {', '.join(map(repr, RULES))}, a function, or None; got {self.record!r}."
             )
-        for name in ("attribute", "stop_on_incident"):
-            if getattr(self, name) and self.record is None:
-                raise ValueError(f"{name}=True has no effect without record: pass record='nan', too.")
+        if self.stop_on_incident and self.record is None:
+            raise ValueError("stop_on_incident=True has no effect without record: pass record='nan', too.")
         if self.hang is not None and self.hang not in _HANG:
             raise ValueError(f"hang must be one of {', '.join(map(repr, _HANG))}, or None; got {self.hang!r}.")
         if self.hang_timeout is not None and not self.hang_timeout > 0:

@@ -282,7 +282,6 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "keep_last": [("3", 3)],
     "keep_every": [("100", 100), ("null", None)],
     "record": [("nan", "nan"), ("spike", "spike"), ("null", None)],
-    "attribute": [("false", False)],
     "stop_on_incident": [("false", False)],
     "resume_from": [("300", 300), ("'2:7'", "2:7"), ("/here/a.ckpt", "/here/a.ckpt"), ("null", None)],
     "skip_batches": [("[[3, 17], [4, 2]]", ((3, 17), (4, 2))), ("[]", ())],

@@ -17,7 +17,7 @@ import math
 import os
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.records.incidents import NUM_LOSSES, Incident, MeasuredStep, Rule, what_happened
 from lightning_faulttolerant.records.requests import StepPlace
 from lightning_faulttolerant.state.rng import rng_state
-from lightning_faulttolerant.state.tensors import bit_sums, shard_of
+from lightning_faulttolerant.state.tensors import shard_of
 from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
@@ -212,14 +212,10 @@ class SeenStep:
     """A training step in progress.
 
     Args:
-        batch: What ``training_step`` received first: a batch, or an iterator.
         loss: The loss that it returned. In manual optimization, until it has returned, that of the last backward pass.
-        num_backward: How many backward passes have ended.
     """
 
-    batch: object
     loss: torch.Tensor | None = None
-    num_backward: int = 0
 
 
 class StepSeams:
@@ -243,12 +239,12 @@ class StepSeams:
         self._trainer = trainer
         self._after_backward = after_backward
         self._after_step = after_step
-        self._seen = SeenStep(batch=None)
+        self._seen = SeenStep()
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
-        seen = self._seen = SeenStep(batch=args[0] if args else None)
+        seen = self._seen = SeenStep()
         output = original(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, torch.Tensor):
@@ -259,7 +255,6 @@ class StepSeams:
     def _around_backward(self, original: Method, loss: object, *args: object, **kwargs: object) -> object:
         output = original(loss, *args, **kwargs)
         seen = self._seen
-        seen.num_backward += 1
         if not self._trainer.lightning_module.automatic_optimization and isinstance(loss, torch.Tensor):
             seen.loss = loss.detach()
         self._after_backward(seen)
@@ -317,33 +312,6 @@ def _is_finite(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def sums_of_step(trainer: Trainer, seen: SeenStep) -> dict[str, str]:
-    """Return a sum of the bits of each tensor of a step by its name, roughly in the order in which they are computed.
-
-    Args:
-        trainer: The trainer that runs the step.
-        seen: The step, after a backward pass.
-    """
-    found = {name: digest(bit_sums(_strided(tensor))) for name, tensor in _tensors(trainer.lightning_module, seen)}
-    return {"random generators": digest(rng_state()), **found}
-
-
-def _tensors(module: LightningModule, seen: SeenStep) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in leaves_of("", [seen.batch]):
-        if isinstance(value, torch.Tensor):
-            yield f"input {name}", value
-    yield from ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())
-    if seen.loss is not None:
-        yield "loss", seen.loss
-    for name, parameter in reversed(list(module.named_parameters())):  # the order of a backward pass
-        if parameter.grad is not None:
-            yield f"gradient of {name}", parameter.grad
-
-
-def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-
-
 _NONE = -2
 
 
@@ -375,7 +343,7 @@ class FlightRecorder:
         if isinstance(exception, Exception) and not isinstance(exception, (IncidentError, RanksLostError)):
             where = " (in a validation run)" if self._trainer.validating else ""
             what = f"{type(exception).__name__}: {exception}{where}"
-            self._writer.write(self._writer.make(what, is_exception=True))
+            self._writer.write(self._writer.make(what, is_exception=True), is_exception=True)
 
     def _after_backward(self, seen: SeenStep) -> None:
         if self._trainer.lightning_module.automatic_optimization:
@@ -422,6 +390,5 @@ class FlightRecorder:
 
     def _written(self, seen: SeenStep, step: MeasuredStep, incident: Incident) -> Incident:
         loss = "" if step.loss is None else str(step.loss)
-        sums = sums_of_step(self._trainer, seen)
-        incident = replace(incident, loss=loss, gradients=step.not_finite, sums=sums)
-        return self._writer.write(incident, after_backward=seen.num_backward) or incident
+        incident = replace(incident, loss=loss, gradients=step.not_finite)
+        return self._writer.write(incident) or incident

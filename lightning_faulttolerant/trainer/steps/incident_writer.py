@@ -7,9 +7,6 @@ come to the same place.
 No rank knows whether the others have noticed the incident, so nothing here is a collective: each rank leaves its state
 as a file next to the incident, and rank 0 takes what comes within a time limit. If one does not come, no state is
 written, and training continues.
-
-A second run of the step is a replay in its own process, from the checkpoint of the incident: nothing of this process
-can be changed by it.
 """
 
 from __future__ import annotations
@@ -18,14 +15,11 @@ import json
 import logging
 import os
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -42,26 +36,13 @@ from lightning_faulttolerant.records.incidents import (
     incident_name,
     read_incident,
 )
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.records.lines import parse_json
-from lightning_faulttolerant.records.requests import (
-    RAISED,
-    REPLAY_VARIABLE,
-    ReplayRequest,
-    StepPlace,
-    read_outcomes,
-    read_start,
-    read_sums,
-)
-from lightning_faulttolerant.records.runs import Command
 from lightning_faulttolerant.storage.store import Store, open_file, open_store
-from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.compat import num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.pace import Pace
 
@@ -185,94 +166,6 @@ class StatesOnDisk:
         """Do nothing."""
 
 
-LONGEST_SECONDS = 600.0
-_OURS_ALONE = (FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE, DIRECTORY_VARIABLE)
-_DATA = "the cause is in the data or the model"
-_HARDWARE = "the cause is the hardware, or a kernel that is not deterministic"
-
-
-def second_run_of(
-    incident: Incident,
-    command: Command,
-    *,
-    fit: int,
-    after_backward: int | None,
-    is_stopping: Callable[[], bool],
-    longest_seconds: float = LONGEST_SECONDS,
-) -> str:
-    """Run the step of an incident again, and return in words what that shows. Nothing is raised.
-
-    Args:
-        incident: The incident, with a checkpoint.
-        command: The command of the run.
-        fit: The number of the fit in its script.
-        after_backward: After how many backward passes of the step the sums were taken; ``None`` for an exception.
-        is_stopping: Returns whether this process has to stop, and can't wait.
-        longest_seconds: How long the second run may take.
-    """
-    place = StepPlace(number=incident.step)
-    with tempfile.TemporaryDirectory(prefix="incident-") as directory:
-        request = ReplayRequest(directory=directory, fit=fit, since=place, until=place, sums_after=after_backward)
-        failure = _run(command, request, is_stopping, longest_seconds)
-        start, outcomes, found = read_start(request), read_outcomes(request), read_sums(request)
-    if start is None or start.autosave is None or os.path.basename(start.autosave) != incident.checkpoint:
-        return f"could not be done: {failure or 'it did not find the checkpoint'}"
-    if after_backward is None:
-        own = incident.what.split(":")[0]
-        raised = next((each.text for each in outcomes.values() if each.word == RAISED), "")
-        return f"raises it, too: {_DATA}" if raised.split(":")[0] == own else f"does not raise it: {_HARDWARE}"
-    if found is None:
-        return f"could not be done: {failure or 'it did not get to the same place'}"
-    return compared(incident, loss=found[0], sums=found[1])
-
-
-def compared(incident: Incident, *, loss: str, sums: Mapping[str, str]) -> str:
-    """Return in words what a second run shows that had this loss, and these sums.
-
-    Args:
-        incident: The first run of the step.
-        loss: The loss of the second run, as text.
-        sums: The sums of its tensors.
-    """
-    names = [*incident.sums, *(name for name in sums if name not in incident.sums)]
-    different = [name for name in names if incident.sums.get(name) != sums.get(name)]
-    if not different:
-        return f"equals it, bit for bit: {_DATA}"
-    more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-    return f"differs, first in: {different[0]}{more}; its loss is {loss or 'not known'}: {_HARDWARE}"
-
-
-def _run(command: Command, request: ReplayRequest, is_stopping: Callable[[], bool], longest_seconds: float) -> str:
-    """Run the command as a replay, and return why it failed; an empty text if it did not."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()  # the other process needs memory on the same device
-    variables = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
-    variables |= {REPLAY_VARIABLE: request.to_json(), VARIABLE: variables.get(VARIABLE) or "1"}
-    printed = Path(request.path("output"))
-    deadline = time.monotonic() + longest_seconds
-    try:
-        with printed.open("wb") as output:
-            process = subprocess.Popen(
-                command.words, cwd=command.directory or None, env=variables, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            try:
-                while process.poll() is None and time.monotonic() < deadline and not is_stopping():
-                    time.sleep(0.05)
-                if process.poll() is None:
-                    return "this run stops" if is_stopping() else f"it took more than {longest_seconds:.0f} seconds"
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-    except OSError as error:
-        return str(error)
-    if process.returncode == 0:
-        return ""
-    lines = printed.read_text(errors="replace").strip().splitlines()
-    return f"exit code {process.returncode}: {lines[-1] if lines else 'it printed nothing'}"
-
-
 class IncidentWriter:
     """Writes the incidents of one fit, and never disturbs it.
 
@@ -281,7 +174,6 @@ class IncidentWriter:
         beginning: Knows the ranks, the directory, and the history.
         pace: Knows the last autosave.
         boundary: Returns what has the last capture; ``None`` before the first batch.
-        is_stopping: Returns whether this process has to stop. ``None`` if no step is run a second time.
     """
 
     def __init__(
@@ -291,13 +183,11 @@ class IncidentWriter:
         pace: Pace,
         *,
         boundary: Callable[[], Boundary | None],
-        is_stopping: Callable[[], bool] | None,
     ) -> None:
         self._trainer = trainer
         self._beginning = beginning
         self._pace = pace
         self._boundary = boundary
-        self._is_stopping = is_stopping
         self._store = open_store(f"{beginning.place.directory.rstrip('/')}/{FIT}-{beginning.place.number}")
         self._command = start_of_process(sys.argv, os.environ).command
 
@@ -325,21 +215,18 @@ class IncidentWriter:
             replay=self._line("--at-exception" if is_exception else f"--until {step}"),
         )
 
-    def write(self, incident: Incident, *, after_backward: int | None = None) -> Incident | None:
+    def write(self, incident: Incident, *, is_exception: bool = False) -> Incident | None:
         """Write an incident, tell of it, and return it; ``None`` if it was not written.
 
         Args:
             incident: The report.
-            after_backward: After how many backward passes of its step it was noticed; ``None`` for an exception.
+            is_exception: Whether it is an exception.
         """
-        if not self._has_room(incident, is_exception=after_backward is None):
+        if not self._has_room(incident, is_exception=is_exception):
             return None
         try:
             incident = self._with_state(incident)
             self._write_report(incident)
-            if incident.checkpoint and self._is_stopping is not None:
-                incident = replace(incident, second_run=self._second_run(incident, after_backward, self._is_stopping))
-                self._write_report(incident)
         except Exception as error:  # noqa: BLE001 - training does not depend on it
             _log.warning("The incident in %s could not be written: %r", incident.place, error)
             return None
@@ -394,18 +281,6 @@ class IncidentWriter:
                 return why
             report = read_incident(ranks.wait_for(incident_name(incident.step, rank=0, kind="json")) or b"")
         return "" if report is not None and report.checkpoint else "rank 0 has not written it"
-
-    def _second_run(self, incident: Incident, after_backward: int | None, is_stopping: Callable[[], bool]) -> str:
-        if self._ranks.num_ranks > 1:
-            return "was not made: it would need all ranks"
-        self._tell(f"Incident in {incident.place}: {incident.what}. The step is run a second time now.")
-        return second_run_of(
-            incident,
-            self._command,
-            fit=self._beginning.place.number,
-            after_backward=after_backward,
-            is_stopping=is_stopping,
-        )
 
     def _write_report(self, incident: Incident) -> None:
         name = incident_name(incident.step, rank=incident.rank, kind="json")

@@ -41,7 +41,6 @@ from lightning_faulttolerant.records.requests import (
     read_start,
     replay_requested,
     write_outcome,
-    write_sums,
 )
 from lightning_faulttolerant.storage.store import is_url
 from lightning_faulttolerant.trainer.compat import callbacks, num_begun_in_all
@@ -53,13 +52,7 @@ from lightning_faulttolerant.trainer.process import current_number
 from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.steps import compat
-from lightning_faulttolerant.trainer.steps.flight_recorder import (
-    SeenStep,
-    StepDump,
-    StepSeams,
-    loss_and_norm,
-    sums_of_step,
-)
+from lightning_faulttolerant.trainer.steps.flight_recorder import StepDump
 
 _SILENT = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
 
@@ -146,7 +139,6 @@ def without_saves(options: Options) -> Options:
         train_time_interval=_NEVER,
         keep_every=None,
         record=None,
-        attribute=False,
         async_save=False,
         save_on_exception=False,
         auto_resume=True,
@@ -319,8 +311,6 @@ class ReplayedSteps:
         self._first, self._last, self._ranks, self._close_workers = first, last, ranks, loaders.close_workers
         if self.request.dumps is not None:
             self._dump = StepDump(self._trainer, loaders, self.request.dumps, self._patches)
-        if self.request.sums_after is not None:
-            StepSeams(self._trainer, self._patches, after_backward=self._write_sums)
         self._patches.around(self._trainer.fit_loop.epoch_loop, "advance", self._around_advance)
         self._patches.around(self._trainer.fit_loop, "run", self._around_run)
 
@@ -339,11 +329,6 @@ class ReplayedSteps:
             self._dump.write()
         if not self.request.is_of_exception and not place.is_before(self._last):
             self._end(REACHED)
-
-    def _write_sums(self, seen: SeenStep) -> None:
-        if seen.num_backward == self.request.sums_after and not self._place.is_before(self._last):
-            loss, _ = loss_and_norm(seen.loss, ())
-            write_sums(self.request, "" if loss is None else str(loss), sums_of_step(self._trainer, seen))
 
     def _here(self) -> StepPlace:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current

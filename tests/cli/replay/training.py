@@ -47,19 +47,10 @@ class Net(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.layers(batch).pow(2).mean() * self.factor
-        is_replay = bool(os.environ.get("PL_FAULT_TOLERANT_REPLAY"))
-        if os.environ.get("FLIPPED_AT") == str(self.global_step) and not is_replay:
-            loss = loss * torch.inf  # what the hardware of one run has done
-        is_calm = os.environ.get("IS_CALM") or (is_replay and os.environ.get("IS_CALM_AGAIN"))
-        if self.global_step == self.raises_at and not is_calm:
+        if self.global_step == self.raises_at and not os.environ.get("IS_CALM"):
             raise ValueError(f"planted at step {self.global_step}")
         self.log("loss", loss)
         return loss
-
-    def on_after_backward(self) -> None:
-        is_replay = bool(os.environ.get("PL_FAULT_TOLERANT_REPLAY"))
-        if os.environ.get("FLIPPED_GRADIENT_AT") == str(self.global_step) and not is_replay:
-            self.layers[0].weight.grad[0, 0] = torch.inf
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("validated", self.layers(batch).mean() + torch.rand(()), sync_dist=True)
