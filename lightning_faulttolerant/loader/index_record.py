@@ -22,6 +22,7 @@ from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, Rem
 from lightning_faulttolerant.loader.samplers import DrawLog
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import look
+from lightning_faulttolerant.state.twister import distance
 
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
@@ -104,6 +105,7 @@ def _is_numpy(value: object) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
+_WORDS_OF_SEED = 2  # torch draws the seeds of samplers and workers as 64 bits
 _HELD = "held/"
 
 
@@ -121,6 +123,13 @@ class RandomStates:
     def states(self) -> dict[str, bytes]:
         """Return all states by name."""
         return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
+
+    def drawn_until(self, later: RandomStates, *, num_seeds: int) -> tuple[list[str], list[str]]:
+        """Return the generators that have drawn: global ones, torch's if more than these seeds; and held ones."""
+        words = {name: distance(state, later.rng[name], most_blocks=16) for name, state in self.rng.items()}
+        least = {"torch": num_seeds * _WORDS_OF_SEED}
+        drawn = [name for name, found in words.items() if found is None or found[0] > least.get(name, 0)]
+        return drawn, [path for path, state in self.held.items() if later.held.get(path) != state]
 
     @classmethod
     def from_states(cls, states: Mapping[str, bytes]) -> RandomStates:

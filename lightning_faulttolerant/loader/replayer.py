@@ -20,8 +20,10 @@ import functools
 import inspect
 import logging
 import textwrap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,10 +33,10 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_record import RandomStates
-from lightning_faulttolerant.loader.objects import LiveObjects, digest_of
+from lightning_faulttolerant.loader.objects import LiveObjects, digest_of, torch_loaders_in
 from lightning_faulttolerant.loader.samplers import DrawLog
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import LOST
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _KEPT_DIGESTS = 8  # of the batches fetched, at most the last one is not trained yet
@@ -194,8 +196,6 @@ class Chain:
 
 
 _NONE = object()
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -247,7 +247,31 @@ class Replayer:
         self._exactness = exactness
         self.held = HeldGenerators({"loader": loader})
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
+        self._loads_here = any(not one.num_workers for one in torch_loaders_in(loader).values())
+        self._has_thread = False
         self.iteration: ReplayedIteration | None = None
+
+    @contextmanager
+    def noting_threads(self) -> Iterator[None]:
+        """Note whether a thread starts in the block that loads data in this process, while training continues."""
+        before = {*threading.enumerate()}
+        yield
+        has_new = not before.issuperset(threading.enumerate())
+        self._has_thread = self._has_thread or (has_new and self._loads_here)
+
+    def check_thread(self, before: RandomStates, after: RandomStates, *, is_first: bool) -> None:
+        """Refuse a loader whose thread has drawn random numbers between these moments, or changed its data set."""
+        if not self._has_thread:
+            return
+        # The first batch is preceded by the seeds of the sampler and of torch's iterator.
+        drawn, held = before.drawn_until(after, num_seeds=2 * is_first)
+        changed = [path for path in (*held, *self.objects.state_dict().get(NODES, ())) if ".dataset" in path]
+        if drawn or changed:
+            self._exactness.refuse(
+                f"{self._name} can't be resumed exactly: a thread of it loads the next samples while training "
+                f"continues, and how far {(*drawn, *changed)[0]} has come can't be restored. Pass num_workers=1: then "
+                "a process loads them. Or pass strict=False."
+            )
 
     def iterate(self, make_iterator: Callable[[], Iterator[object]]) -> Iterator[object]:
         """Begin an iteration, or continue the one that was resumed."""
@@ -263,7 +287,8 @@ class Replayer:
             chains.append(Chain(start=now))
         iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
         self.iteration = iteration
-        batches = make_iterator()
+        with self.noting_threads():
+            batches = make_iterator()
         after = self.moment()
         for chain in chains:
             chain.note_iterator(now, after)
@@ -367,15 +392,19 @@ class ReplayedBatches(Iterator[object]):
         self._iteration = iteration
 
     def __next__(self) -> object:
-        if not self._iteration.num_out:
+        is_first = not self._iteration.num_out
+        if is_first:
             self._iteration.note_first(self._replayer.objects_at_start())
         before = self._replayer.moment()
         try:
-            batch = next(self._batches)
+            with self._replayer.noting_threads() if is_first else nullcontext():
+                batch = next(self._batches)
         except StopIteration:
             self._iteration.note_end(before, self._replayer.moment())
             raise
-        self._iteration.note(batch, before, self._replayer.moment())
+        after = self._replayer.moment()
+        self._replayer.check_thread(before, after, is_first=is_first)
+        self._iteration.note(batch, before, after)
         return batch
 
 

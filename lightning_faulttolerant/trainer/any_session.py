@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import NotExactError, TrainingStopped
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
@@ -53,11 +53,19 @@ def end_interrupted(
         resumed_from: The checkpoint that the fit started from, if any.
     """
     autosaver.settle()
+    if isinstance(exception, NotExactError) and resumed_from is None and _has_trained_nothing(trainer):
+        autosaver.set_aside()  # the mended script would be refused: its settings may differ
+        return
     is_stop = isinstance(exception, TrainingStopped)
     if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
         _save(boundary, autosaver, exception)
     if isinstance(exception, TrainingStopped):
         tell_stopped(exception, autosaver.pace.saved, resumed_from)
+
+
+def _has_trained_nothing(trainer: Trainer) -> bool:
+    position = position_of(trainer, BOUNDARY)
+    return not (position.epoch or position.batch)
 
 
 def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, resumed_from: str | None) -> None:

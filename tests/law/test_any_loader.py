@@ -25,6 +25,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.object_states import slowly
 from tests.runs import (
     Cut,
     Fetches,
@@ -450,6 +451,47 @@ def test_own_iter(kind: str, num_workers: int, cut: Cut) -> None:
         return kind_of_loader(dataset, batch_size=4, shuffle=True, num_workers=num_workers)
 
     assert_continues(cut, train=train, max_epochs=3)
+
+
+class Counted(Quiet):
+    """Counts what it loads."""
+
+    num_loaded = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_loaded += 1
+        return super().__getitem__(index) + self.num_loaded
+
+
+class Holding(Quiet):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + self.random.random()
+
+
+class Drawing(Quiet):
+    """Draws with torch."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand(4)
+
+
+@pytest.mark.parametrize("data", [slowly(Holding), slowly(Drawing), Counted])
+def test_thread_that_changes_something_is_refused(data: Any, tmp_path: Path) -> None:
+    """Where a thread draws or counts, the first batch is refused; with num_workers=1, as advised, the run continues."""
+    with pytest.raises(NotExactError, match=r"a thread of it loads the next samples .* Pass num_workers=1"):
+        fit_net([FaultTolerance()], tmp_path, train=ReadsAhead(data(), batch_size=4, shuffle=True))
+    [aside] = tmp_path.rglob("autosave-*")
+    assert "superseded-" in aside.parent.name, "the mended script would find the state of another one"
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, directory, train=ReadsAhead(data(), batch_size=4, shuffle=True, num_workers=1))
+
+    assert_resumes_exactly(fit, [KillAt(9)], options={"every_n_train_steps": 1})
 
 
 def test_stop_of_a_loader_that_reads_ahead() -> None:

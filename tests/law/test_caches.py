@@ -22,7 +22,7 @@ class CachesSamples(NoisyDataset):
     def __init__(self) -> None:
         super().__init__(20)
         self.cache: Any = None
-        self.num_loaded = 0
+        self.num_loaded = self.turn = 0
 
     def decode(self, index: int) -> Tensor:
         """Return what is cached."""
@@ -30,11 +30,12 @@ class CachesSamples(NoisyDataset):
 
     def __getitem__(self, index: int) -> Tensor:
         self.num_loaded += 1
+        self.turn = (self.turn + 1) % 8  # as at the start when the cache is too large to be carried
         if self.cache is None:
             self.cache = [None] * len(self)
         if self.cache[index] is None:
             self.cache[index] = self.decode(index)
-        return self.cache[index][:4] + random.random() + self.num_loaded / 100
+        return self.cache[index][:4] + random.random() + self.num_loaded / 100 + self.turn
 
 
 class CachesInDict(CachesSamples):
@@ -65,7 +66,7 @@ def loader(dataset: NoisyDataset) -> DataLoader[Tensor]:
 @pytest.mark.parametrize("dataset", [CachesSamples, slowly(CachesInDict)])
 @pytest.mark.parametrize("fault", [LATER_EPOCH, slowly(EDGE)])
 def test_cache_is_filled_again(fault: Callback, dataset: type[CachesSamples]) -> None:
-    """A cache whose entries depend on nothing but the index is no lost state; a count next to it continues."""
+    """A cache whose entries depend on nothing but the index is no lost state; counts next to it continue."""
     assert_carried(fault, train=lambda: loader(dataset()))
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,3 +152,24 @@ def assert_continues(name: str, root: Path, *, more: Sequence[str] = ()) -> None
         assert 0 < len(ended.weights) < len(plain.weights)
         assert ended.weights == plain.weights[-len(ended.weights) :], ended.output
         assert ended.results == plain.results, ended.output
+
+
+def assert_refused(name: str, root: Path, reasons: Mapping[tuple[str, str], str]) -> None:
+    """Assert that a script with a change in its text trains nothing, and that the script as it is starts after that.
+
+    Args:
+        name: The file of the script.
+        root: A directory for the test.
+        reasons: For each change, what is replaced by what, a part of the message.
+    """
+    source = HERE / "scripts" / name
+    changed = Path(shutil.copy(source, root))
+    with script(changed, root) as started:
+        for (before, after), reason in reasons.items():
+            changed.write_text(source.read_text().replace(before, after))
+            refused = started.start(**PROTECTED)
+            assert (refused.exit_code, refused.weights) == (1, []), refused.output
+            assert reason in refused.output
+        shutil.copy(source, root)
+        mended = started.start(INTERRUPT="TERM@5", **PROTECTED)
+        assert (mended.exit_code, len(mended.weights)) == (128 + signal.SIGTERM, 5), mended.output

@@ -6,18 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.libraries.started import assert_continues
+from tests.libraries.started import assert_continues, assert_refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
-@pytest.mark.parametrize("name", ["lhotse_cuts.py", "timm_loaders.py", "webdataset_loader.py"])
+_SCRIPTS = [
+    "lhotse_cuts.py", "lhotse_lazy.py", "monai_cache.py", "monai_thread.py", "pyg_gin.py", "timm_loaders.py",
+    "webdataset_loader.py",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
 def test_continues(name: str, tmp_path: Path) -> None:
-    """An unchanged script continues, with only the environment variable set."""
-    assert_continues(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["lhotse_lazy.py", "monai_thread.py", "pyg_gin.py"])
-def test_continues_through_many_starts(name: str, tmp_path: Path) -> None:
-    """A cache in a worker, a thread that reads ahead, and lazy cuts continue after each further interruption, too."""
+    """An unchanged script continues through any number of starts, with only the environment variable set."""
     assert_continues(name, tmp_path, more=("TERM@8", "KILL@3"))
+
+
+def test_refused(tmp_path: Path) -> None:
+    """What MONAI's threads fill is refused before a batch is trained; with what the message says, the script runs."""
+    loader = "DataLoader(dataset, batch_size=4, shuffle=True, num_workers="
+    reasons = {
+        ("CacheDataset(images, transform, runtime_cache=True", "monai.data.SmartCacheDataset(images, transform"): (
+            "Use MONAI's CacheDataset"
+        ),
+        (f"{loader}2", f"monai.data.Thread{loader}0"): "Pass num_workers=1: then a process loads them",
+    }
+    assert_refused("monai_cache.py", tmp_path, reasons)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -250,6 +251,20 @@ class ObjectState:
                 continue
             missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
         return missing
+
+    @contextmanager
+    def attributes_kept(self) -> Iterator[None]:
+        """Put back, after the block, the attributes that it has set to other objects."""
+        kept = [(node.value, kinds.attributes(node.value)) for node in self._graph.nodes.values()]
+        try:
+            yield
+        finally:
+            for value, before in kept:
+                now = kinds.attributes(value)
+                for name in now.keys() - before.keys():
+                    delete_attribute(value, name)
+                for name in (name for name, one in before.items() if now.get(name, _MISSING) is not one):
+                    set_attribute(value, name, before[name])
 
     def values_of(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with the objects and attributes of `state`, and their current values."""

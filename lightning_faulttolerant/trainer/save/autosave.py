@@ -278,6 +278,11 @@ class Autosaver:
         """Whether the autosaves are directories of shards."""
         return self._shards is not None
 
+    def set_aside(self) -> None:
+        """Set the autosaves aside: nothing was trained since the first one."""
+        if self._series is not None:
+            self._series.set_aside("refused-start")
+
     def settle(self) -> None:
         """Wait for the background write. If it failed, only warn: the next save makes up for it."""
         self._background.wait()
