@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from tests.rank_runs import assert_ranks_continue, for_ranks
-from tests.runs import Cut, Net, RaiseAt, assert_exact
+from tests.runs import Cut, Net, RaiseAt, assert_exact, fit_net
 
 pytestmark = for_ranks
 
@@ -139,16 +141,31 @@ class Replaces(Net):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1 and self.what == "optimizer":
             self.trainer.strategy.optimizers = [torch.optim.AdamW(self.parameters(), lr=0.01)]
-        elif self.current_epoch == 1:
+        elif self.current_epoch == 1 and self.what == "optimizer of a scheduler":
+            self.trainer.strategy.optimizers = [torch.optim.Adam(self.parameters(), lr=0.01)]
+        elif self.current_epoch == 1 and self.what == "scheduler":
             [config], [optimizer] = self.trainer.lr_scheduler_configs, self.trainer.optimizers
             config.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 @pytest.mark.parametrize(
     ("what", "reason"),
-    [("optimizer", "optimizer 0 became AdamW, but .* creates Adam"), ("scheduler", "scheduler 0 became ExponentialLR")],
+    [
+        ("optimizer", "optimizer 0 became AdamW, but .* creates Adam"),
+        ("optimizer of a scheduler", r"scheduler 0 became \w+ of another optimizer, but .* creates \w+ of optimizer 0"),
+        ("scheduler", "scheduler 0 became ExponentialLR"),
+    ],
 )
 def test_a_replaced_optimizer_is_refused(what: str, reason: str) -> None:
     """An optimizer or scheduler that training has replaced is named, and not loaded into the original kind."""
     with pytest.raises(NotTheSame, match=f"while training, {reason}"):
         assert_exact(list, KillAt(6), module=lambda: Replaces(what))
+
+
+@pytest.mark.parametrize("what", ["optimizer of a scheduler", "scheduler", ""])
+def test_a_replaced_optimizer_is_warned_about(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first save that finds it says once that no resume from there is exact, and what to do."""
+    fit_net([FaultTolerance(every_n_train_steps=1)], tmp_path, module=Replaces(what), max_epochs=2)
+    told = [one for one in caplog.messages if "A resume from now on can't be exact: while training" in one]
+    assert len(told) == bool(what)
+    assert all("Use both from the start" in one for one in told)

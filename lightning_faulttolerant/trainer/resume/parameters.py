@@ -156,9 +156,12 @@ def _fill(before: Any, now: Any) -> None:
     if before is now:
         return
     if isinstance(before, dict):
-        ordered = {key: now[key] for key in before if key in now}  # torch's load puts the parameters of a group last
+        keys = [*now]
+        if "params" in before.keys() & now.keys():  # torch's load puts the parameters of a group last
+            keys.remove("params")
+            keys.insert([*before].index("params"), "params")
         before.clear()
-        before.update({**ordered, **now})
+        before.update({key: now[key] for key in keys})
         return
     for one, loaded in zip(before, now, strict=False):
         _fill(one, loaded)

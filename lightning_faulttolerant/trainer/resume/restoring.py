@@ -12,8 +12,9 @@ Training may also replace optimizers and schedulers. No new process creates thos
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -135,6 +136,7 @@ class Restoring:
         """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
         if self._start is None or self._optimizers is None:
             return {}
+        self._optimizers.replaced.warn()
         return {
             GROUPS: self._optimizers.groups.state_dict(),
             REPLACED: self._optimizers.replaced.state_dict(),
@@ -256,6 +258,7 @@ class _Optimizers:
 
 GROWN: Final = "grown"
 
+_log = logging.getLogger(__name__)
 _NOTHING = "nothing"
 
 
@@ -305,7 +308,8 @@ class GrownBuffers:
 REPLACED: Final = "replaced"
 
 Kinds = dict[str, list[str]]
-"""The classes of the optimizers and of the schedulers."""
+"""The classes of the optimizers and of the schedulers, and which optimizer each scheduler drives."""
+_REMEDY = "Use both from the start (self.optimizers(), a SequentialLR), or a separate fit for each"
 
 
 @final
@@ -319,11 +323,19 @@ class Replaced:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._first = self._now()
+        self._is_told = False
 
     def state_dict(self) -> Kinds | None:
         """Return the classes, or ``None`` while they are the original ones."""
         now = self._now()
         return None if now == self._first else now
+
+    def warn(self) -> None:
+        """Warn once if a later process can't continue with the objects of now."""
+        reasons = [] if self._is_told else self.why_not_exact(self.state_dict())
+        if reasons and self._trainer.is_global_zero:
+            self._is_told = True
+            _log.warning("A resume from now on can't be exact: %s. %s.", "; ".join(reasons), _REMEDY)
 
     def why_not_exact(self, state: Kinds | None) -> list[str]:
         """Return why the states that `state` describes can't be loaded into the current objects, one line for each."""
@@ -343,11 +355,15 @@ class Replaced:
         # StochasticWeightAveraging swaps a scheduler, and other code makes sure that it does so again.
         swaps = any(isinstance(callback, StochasticWeightAveraging) for callback in compat.callbacks(self._trainer))
         schedulers = [] if swaps else [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return {"optimizer": _kinds(self._trainer.optimizers), "scheduler": _kinds(schedulers)}
-
-
-def _kinds(objects: Sequence[object]) -> list[str]:
-    return [type(one).__qualname__ for one in objects]
+        optimizers = self._trainer.optimizers
+        names = {id(one): f"optimizer {number}" for number, one in enumerate(optimizers)}
+        return {
+            "optimizer": [type(one).__qualname__ for one in optimizers],
+            "scheduler": [
+                f"{type(one).__qualname__} of {names.get(id(getattr(one, 'optimizer', None)), 'another optimizer')}"
+                for one in schedulers
+            ],
+        }
 
 
 def is_saved(trainer: Trainer, choice: Choice, resume: Resume, position: TrainerPosition) -> bool:
