@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
+
 LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
     "the checkpoint was saved without lightning_faulttolerant: order of samples, random generators, metrics, and "
@@ -23,6 +25,12 @@ _ABOUT = {
     "trainer attributes": r"trainer\.",
     ORDER: r"(Loader )?(train|validation)/\d",
 }
+
+
+def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
+    """Return reasons of each kind: on rank 0 those of all ranks, on the others their own; a collective."""
+    gathered = ranks.to_first("reasons", reasons) or [reasons]
+    return [tuple(dict.fromkeys(one for kind in kinds for one in kind)) for kinds in zip(*gathered, strict=True)]
 
 
 def still_exact(

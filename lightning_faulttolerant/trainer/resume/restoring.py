@@ -174,7 +174,7 @@ class Restoring:
             self._loaders,
             self._fingerprint,
             self._files,
-            rank=self._beginning.ranks.rank,
+            ranks=self._beginning.ranks,
             options=self._options,
         )
         self._beginning.set_aside()

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import CREATED, NOT_EXACT, PARENT, VERSION, CheckpointPart, Instead
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
@@ -39,7 +40,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all, still_exact
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -79,11 +80,13 @@ class _Differences:
     """The differences between this run and the one that saved.
 
     Args:
+        ranks: All ranks. Each may have differences of its own.
         all: All that are reported, or refused.
         of_settings: Those of the settings that a branch may change; ``None`` if the fit doesn't begin a branch.
         applied: The settings that were applied over those of the checkpoint.
     """
 
+    ranks: Ranks
     all: Comparison
     of_settings: Comparison | None
     applied: ChangedSettings | None = None
@@ -98,7 +101,7 @@ class Resume:
         loaders: The fit's loaders.
         fingerprint: The fingerprint of this run.
         files: The files that the run has written next to its autosaves.
-        rank: The rank of this process. The checkpoint holds a state for each rank.
+        ranks: All ranks. The checkpoint holds a state for each of them.
         options: The callback's options. They decide what is an error.
 
     Raises:
@@ -113,7 +116,7 @@ class Resume:
         fingerprint: Fingerprint,
         files: RunFiles,
         *,
-        rank: int,
+        ranks: Ranks,
         options: Options,
     ) -> None:
         self._trainer = trainer
@@ -125,6 +128,7 @@ class Resume:
         self._began = time.monotonic()
         is_branch = choice.parent is not None
         self._differences = _Differences(
+            ranks=ranks,
             all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic),
             of_settings=Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None,
         )
@@ -137,7 +141,7 @@ class Resume:
         if choice.part is None:
             self._without_our_part(choice.checkpoint or {})
         else:
-            self._read(choice.part, choice.checkpoint or {}, rank=rank)
+            self._read(choice.part, choice.checkpoint or {})
 
     @property
     def _path(self) -> str:
@@ -152,7 +156,7 @@ class Resume:
         self._differences.all.not_exact.append(NO_PART)
         self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
-    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, object], *, rank: int) -> None:
+    def _read(self, part: CheckpointPart, checkpoint: Mapping[str, object]) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, but this version of the package reads formats "
@@ -175,9 +179,9 @@ class Resume:
             self._differences.of_settings.not_exact += texts
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
-            self._content.state = state_of(part, rank, checkpoint)
+            self._content.state = state_of(part, self._differences.ranks.rank, checkpoint)
         else:
-            self._redistribute(part, checkpoint, position, rank=rank)
+            self._redistribute(part, checkpoint, position)
         if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._content.state["metrics"])
         self._content.part = {**part, "ranks": []}
@@ -196,16 +200,14 @@ class Resume:
         self._differences.all.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
 
-    def _redistribute(
-        self, part: CheckpointPart, checkpoint: Mapping[str, object], position: TrainerPosition, *, rank: int
-    ) -> None:
+    def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, object], position: TrainerPosition) -> None:
         """Build the state of this rank from the states of a different number of ranks."""
         self._content.resized = Resized(
             self._trainer,
             [state_of(part, number, checkpoint) for number in range(len(part["ranks"]))],
             position,
             part["fingerprint"],
-            rank=rank,
+            rank=self._differences.ranks.rank,
             apart=kept_apart(part, checkpoint),
             is_per_sample=self._options.worker_rng == "per_sample",
         )
@@ -473,7 +475,9 @@ class Resume:
         self.notes += self.restored.notes
         self._loaders.resumed()
         self._files.settle()
-        position = self.position
+        if not self._options.strict:  # otherwise, a rank that has lost something has raised, and is not here
+            own = self._differences.all.not_exact
+            own[:], without = of_all(self._differences.ranks, own, without)
         saved = self._content.part["surroundings"] if self._content.part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         parent = self.parent
@@ -481,7 +485,7 @@ class Resume:
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
         report = ResumeReport(
             path=self._path,
-            **place_of(self._trainer, position),
+            **place_of(self._trainer, self.position),
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
             objects=without,
@@ -492,5 +496,5 @@ class Resume:
         self._report, self._content.state, self._content.callback_states = report, {}, {}
         with above_the_bar():
             tell(f"{self.report}")
-        if position is not None and position.is_in_epoch:
+        if (position := self.position) is not None and position.is_in_epoch:
             continue_bar_at(self._trainer, position)
