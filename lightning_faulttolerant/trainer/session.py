@@ -263,11 +263,17 @@ class Session(AnySession):
 
     def _around_setup_data(self, stage: str, original: Method) -> None:
         objects = None if self._training is None else self._training.checkpointer.run_state.objects
-        with self._reloads.begun(stage), self.loaders.iterated_by_trainer(stage=stage):
-            self.loaders.begin(stage)
-            (original if objects is None else partial(objects.set_up_loaders, original))()
-        if objects is not None:
-            objects.look_again()
+
+        def set_up() -> None:
+            with self._reloads.begun(stage), self.loaders.iterated_by_trainer(stage=stage):
+                self.loaders.begin(stage)
+                original()
+
+        if objects is None:
+            set_up()
+            return
+        objects.set_up_loaders(set_up)
+        objects.look_again()
 
     def _around_fit(self, original: Method) -> None:
         with self._ended_here():

@@ -246,8 +246,9 @@ class Options:
             raise ValueError(
                 f"record must be one of {', '.join(map(repr, RULES))}, a function, or None; got {self.record!r}."
             )
+        name = "stop_on_incident"
         if self.stop_on_incident and self.record is None:
-            raise ValueError("stop_on_incident=True has no effect without record: pass record='nan', too.")
+            raise ValueError(f"{name}=True has no effect without record: pass record='nan', too.")
         if self.hang is not None and self.hang not in _HANG:
             raise ValueError(f"hang must be one of {', '.join(map(repr, _HANG))}, or None; got {self.hang!r}.")
         if self.hang_timeout is not None and not self.hang_timeout > 0:

@@ -30,6 +30,7 @@ APART = {
     "ranks.nodes._LENGTH": "never changes",
     "ranks.watch._DIED": "never changes",
     "ranks.strategies.REFUSED": "never changes, and holds classes of its package",
+    "resume.loaded._STATES": "never changes",
     "save.run_state.TITLES": "never changes",
     "files.experiments._ADVICE": "never changes",
     "save.contents._PLACES": "never changes",

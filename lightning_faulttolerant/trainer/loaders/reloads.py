@@ -84,6 +84,8 @@ class Reloads:
                 yield
         finally:
             self._stage = None
+        if stage in self.last and not (self._every and self._inputs.has_drawn):  # a start repeats its own draws
+            self.last[stage] = {name: one for name, one in self.last[stage].items() if name not in _GENERATORS}
         if is_in_order and VALIDATION in self._to_repeat:
             compat.set_up_validation(self._trainer)
 
@@ -104,6 +106,7 @@ class Reloads:
         if stage is None:
             return loader
         if self._num_asked == 0:
+            self._inputs.end_reading()  # the hook has returned: what follows looks at objects for us
             self.last.pop(stage, None)
             is_hook_asked = compat.is_hook_asked(self._trainer, for_training=stage == TRAIN)
             inputs = self._inputs.last if is_hook_asked else {"trainer": {}}
@@ -126,6 +129,9 @@ class Reloads:
         return {stage: {**request, "weights": read[stage]} for stage, request in self.last.items()}
 
 
+_GENERATORS = ("random", "held")
+
+
 class _Inputs:
     """What a hook that creates loaders may read or draw from, besides its own attributes.
 
@@ -138,6 +144,9 @@ class _Inputs:
         self._trainer, self._held = trainer, held
         self.last: Mapping[str, Any] = {}
         """Those of the last request. Of the weights, those that it has read."""
+        self._reading = _Reading({})
+        self.has_drawn = False
+        """Whether the last request has drawn random numbers."""
 
     @contextmanager
     def as_in(self, request: Mapping[str, Any] | None) -> Iterator[None]:
@@ -150,12 +159,17 @@ class _Inputs:
         if request is not None:
             self._load(then, {path: {**one, **then["trainer"].get(path, {})} for path, one in values.items()})
         try:
-            with _Reading(weights) as reading:
-                self.last = {**{name: then[name] for name in now}, "weights": reading.read}
+            with _Reading(weights) as self._reading:
+                self.last = {**{name: then[name] for name in now}, "weights": self._reading.read}
                 yield
         finally:
+            self.has_drawn = (rng_state(), self._held.state_dict()) != (then["random"], then["held"])
             if request is not None:
                 self._load({**now, "weights": changed}, values)
+
+    def end_reading(self) -> None:
+        """Note no further weights as read."""
+        self._reading.names.clear()
 
     def _load(self, inputs: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]) -> None:
         for path, one in compat.live_values(self._trainer).items():
@@ -183,13 +197,13 @@ class _Reading(TorchFunctionMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self.names = {id(tensor): name for name, tensor in tensors.items()}
         self.read: dict[str, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the tensors among the arguments, and call a function of torch."""
         for one in tree_leaves((args, kwargs)):
-            name = self._names.get(id(one))
+            name = self.names.get(id(one))
             if name is not None and name not in self.read:
                 self.read[name] = one.detach().cpu().clone()
         return function(*args, **(kwargs or {}))

@@ -212,7 +212,7 @@ def _sums(values: Mapping[Path, object]) -> dict[Path, _Sum]:
 
 WEIGHTS: Final = "weights"
 """The key of `sums_of_states` for weights that a strategy loads before the hooks of users."""
-_LEN_OF_KEY = len(("optimizers", 0, GROUPS, 0, "key"))
+_LEN_OF_KEY = 5  # optimizers, a number, param_groups, a number, and a key
 _LOAD_HOOK = "on_load_checkpoint"
 _CHECKPOINT, _TRAINING, _CALLBACKS = "checkpoint", "training", "callbacks"
 

@@ -80,7 +80,9 @@ def test_an_object_is_not_unpickled(put: Callable[[Path, Payload], None], tmp_pa
 @pytest.mark.parametrize(("is_autosave", "reason"), [(True, "in a store"), (True, None), (False, "in a store")])
 def test_only_autosaves_that_are_not_trusted_are_loaded_so(is_autosave: bool, reason: str | None) -> None:
     """Trusted ones, and checkpoints that the user named, load as torch loads them."""
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True, model=None))
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(restore_checkpoint_after_setup=True, model=None), optimizers=[]
+    )
     chosen = Choice(path="/shards", origin=None, checkpoint={}, is_autosave=is_autosave)
     found = []
 
