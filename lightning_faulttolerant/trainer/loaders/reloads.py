@@ -9,7 +9,7 @@ values, and with the weights and objects, of then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -144,7 +144,7 @@ class _Inputs:
         self._trainer, self._held = trainer, held
         self.last: Mapping[str, Any] = {}
         """Those of the last request. Of the weights, those that it has read."""
-        self._reading = _Reading({})
+        self._reading = ExitStack()
         self.has_drawn = False
         """Whether the last request has drawn random numbers."""
 
@@ -159,8 +159,9 @@ class _Inputs:
         if request is not None:
             self._load(then, {path: {**one, **then["trainer"].get(path, {})} for path, one in values.items()})
         try:
-            with _Reading(weights) as self._reading:
-                self.last = {**{name: then[name] for name in now}, "weights": self._reading.read}
+            with self._reading:
+                reading = self._reading.enter_context(_Reading(weights))
+                self.last = {**{name: then[name] for name in now}, "weights": reading.read}
                 yield
         finally:
             self.has_drawn = (rng_state(), self._held.state_dict()) != (then["random"], then["held"])
@@ -169,7 +170,7 @@ class _Inputs:
 
     def end_reading(self) -> None:
         """Note no further weights as read."""
-        self._reading.names.clear()
+        self._reading.close()
 
     def _load(self, inputs: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]) -> None:
         for path, one in compat.live_values(self._trainer).items():
@@ -197,13 +198,13 @@ class _Reading(TorchFunctionMode):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names = {id(tensor): name for name, tensor in tensors.items()}
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
         self.read: dict[str, Tensor] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the tensors among the arguments, and call a function of torch."""
         for one in tree_leaves((args, kwargs)):
-            name = self.names.get(id(one))
+            name = self._names.get(id(one))
             if name is not None and name not in self.read:
                 self.read[name] = one.detach().cpu().clone()
         return function(*args, **(kwargs or {}))
