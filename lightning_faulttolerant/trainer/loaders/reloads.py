@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import lengthened, rng_state, set_rng_state, shortened
 from lightning_faulttolerant.state.tensors import buffers_of, load_buffers, shard_of, weights_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
@@ -84,8 +84,6 @@ class Reloads:
                 yield
         finally:
             self._stage = None
-        if stage in self.last and not (self._every and self._inputs.has_drawn):  # a start repeats its own draws
-            self.last[stage] = {name: one for name, one in self.last[stage].items() if name not in _GENERATORS}
         if is_in_order and VALIDATION in self._to_repeat:
             compat.set_up_validation(self._trainer)
 
@@ -106,10 +104,10 @@ class Reloads:
         if stage is None:
             return loader
         if self._num_asked == 0:
-            self._inputs.end_reading()  # the hook has returned: what follows looks at objects for us
+            inputs = self._inputs.noted()
             self.last.pop(stage, None)
             is_hook_asked = compat.is_hook_asked(self._trainer, for_training=stage == TRAIN)
-            inputs = self._inputs.last if is_hook_asked else {"trainer": {}}
+            inputs = inputs if is_hook_asked else {"trainer": {}}
             self.last[stage] = {"objects": self._changes, **inputs}
         place = f"{stage}/{self._num_asked}"
         self._num_asked += 1
@@ -129,9 +127,6 @@ class Reloads:
         return {stage: {**request, "weights": read[stage]} for stage, request in self.last.items()}
 
 
-_GENERATORS = ("random", "held")
-
-
 class _Inputs:
     """What a hook that creates loaders may read or draw from, besides its own attributes.
 
@@ -142,43 +137,46 @@ class _Inputs:
 
     def __init__(self, trainer: Trainer, held: HeldGenerators) -> None:
         self._trainer, self._held = trainer, held
-        self.last: Mapping[str, Any] = {}
-        """Those of the last request. Of the weights, those that it has read."""
+        self._last: dict[str, Any] = {}
         self._reading = ExitStack()
-        self.has_drawn = False
-        """Whether the last request has drawn random numbers."""
 
     @contextmanager
     def as_in(self, request: Mapping[str, Any] | None) -> Iterator[None]:
         """Let a hook find what it found in an earlier request, if there is one, and note it."""
         weights, live = _tensors_of(self._trainer.lightning_module), compat.live_values(self._trainer)
-        now = {"random": rng_state(), "held": self._held.state_dict(), "trainer": _plain_values(live)}
+        now = {**self._generators(), "trainer": _plain_values(live)}
         then: Mapping[str, Any] = {**now, "weights": {}, **(request or {})}
         values = {path: {**one} for path, one in live.items()}
         changed = {name: weights[name].detach().cpu().clone() for name in weights.keys() & then["weights"].keys()}
         if request is not None:
             self._load(then, {path: {**one, **then["trainer"].get(path, {})} for path, one in values.items()})
+        self._last = {**self._generators(), "trainer": then["trainer"]}
         try:
             with self._reading:
-                reading = self._reading.enter_context(_Reading(weights))
-                self.last = {**{name: then[name] for name in now}, "weights": reading.read}
+                self._last["weights"] = self._reading.enter_context(_Reading(weights)).read
                 yield
         finally:
-            self.has_drawn = (rng_state(), self._held.state_dict()) != (then["random"], then["held"])
             if request is not None:
                 self._load({**now, "weights": changed}, values)
 
-    def end_reading(self) -> None:
-        """Note no further weights as read."""
-        self._reading.close()
+    def noted(self) -> dict[str, Any]:
+        """Return what the hook, which has just returned, has read; of the generators, those that it has drawn from."""
+        self._reading.close()  # what follows is our own look at the loaders
+        now, then = self._generators(), self._last
+        drawn = {name: shortened(name, one) for name, one in then["random"].items() if now["random"].get(name) != one}
+        return {**then, "random": drawn, "held": {} if now["held"] == then["held"] else then["held"]}
+
+    def _generators(self) -> dict[str, Any]:
+        return {"random": rng_state(), "held": self._held.state_dict()}
 
     def _load(self, inputs: Mapping[str, Any], values: Mapping[str, Mapping[str, Any]]) -> None:
         for path, one in compat.live_values(self._trainer).items():
             one.clear()
             one.update(values[path])
         load_buffers(self._trainer.lightning_module, inputs["weights"])
-        self._held.load_state_dict(inputs["held"])
-        set_rng_state(inputs["random"])
+        if inputs["held"]:
+            self._held.load_state_dict(inputs["held"])
+        set_rng_state({name: lengthened(one) for name, one in inputs["random"].items()})
 
 
 def _plain_values(live: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, object]]:
