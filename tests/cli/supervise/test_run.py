@@ -102,7 +102,8 @@ def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.
 
 def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     """The command that is stopped ends with the code of its script, not with that of the signal."""
-    script = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); time.sleep(60)"
+    sleeps = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would not end it
+    script = f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); {sleeps}"
     trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script), {})
     deadline = time.monotonic() + 60
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
