@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from lightning_faulttolerant.samplers.progress import Interruptible
 from lightning_faulttolerant.state.objects.kinds import follow_protocol
-from lightning_faulttolerant.state.twister import advanced, distance
+from lightning_faulttolerant.state.twister import advanced, distance, lengthened, shortened
 
 _log = logging.getLogger(__name__)
 
@@ -175,10 +175,13 @@ class DrawLog:
         found = distance(self._left.get(name, b""), state, most_blocks=most)
         if found is None:
             self._most_blocks[name] = most // 16  # where training seeds it in each step, the search ends soon
-            at, key, base = batch, name.encode(), self._kept.get(name, b"")
+            short = shortened(state)
+            numbers, base = (short, state) if isinstance(short, list) else ([], self._kept.get(name, b""))
             self._kept[name] = state
         else:
-            at, key, base = batch - self._last, f"{name}\0{found[0]}".encode(), found[1]
+            numbers, base = [found[0]], found[1]
+        at = batch - self._last if numbers else batch
+        key = "\0".join(map(str, (name, *numbers))).encode()
         self._last = batch
         difference = b"" if base == state else zlib.compress(_xor(state, base), 1)
         self.entries.append(_HEAD.pack(at, len(key), len(difference)) + key + difference)
@@ -194,11 +197,13 @@ class DrawLog:
             key_at = end + _HEAD.size
             difference_at = key_at + key_bytes
             end = difference_at + difference_bytes
-            name, _, words = packed[key_at:difference_at].decode().partition("\0")
-            batch = batch + at if words else at
-            difference = packed[difference_at:end]
-            noted = Noted(batch, name, int(words) if words else None, kept.get(name, b""), difference, end)
-            if not words:
+            name, *words = packed[key_at:difference_at].decode().split("\0")
+            numbers = [int(word) for word in words]
+            batch = batch + at if numbers else at
+            base = lengthened(numbers) if len(numbers) == 2 else kept.get(name, b"")
+            num_words = numbers[0] if len(numbers) == 1 else None
+            noted = Noted(batch, name, num_words, base, packed[difference_at:end], end)
+            if num_words is None:
                 kept[name] = noted.state({})
             yield noted
 

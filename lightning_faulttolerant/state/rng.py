@@ -32,7 +32,6 @@ from lightning_faulttolerant.state.memory import (
     memory_of_python,
     memory_of_torch,
 )
-from lightning_faulttolerant.state.twister import advanced, distance
 
 _KINDS = ("cuda", "xpu")
 _join = b"".join
@@ -158,22 +157,6 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
             torch.default_generator.set_state(packing.unpack_torch(blob))
         else:
             _set_device(name, blob)
-
-
-def shortened(name: str, state: bytes) -> Any:
-    """Return a state of a global generator as its seed and the number of words drawn since, if the seed is known."""
-    seed = torch.initial_seed()
-    found = distance(_seeded(seed), state, most_blocks=64) if name == "torch" else None
-    return state if found is None or found[1] != state else [seed, found[0]]
-
-
-def lengthened(state: Any) -> bytes:
-    """Return the state of which this is a result of `shortened`."""
-    return state if isinstance(state, bytes) else advanced(_seeded(state[0]), state[1])
-
-
-def _seeded(seed: int) -> bytes:
-    return packing.pack_torch(torch.Generator("cpu").manual_seed(seed).get_state())
 
 
 SavedGlobals = Sequence[tuple[str, StateMemory | None, Any]]

@@ -10,12 +10,15 @@ import functools
 import sys
 from typing import Any
 
+import torch
+
 _NUM_WORDS = 624
 _MOST_AT_ONCE = 16  # blocks of words: 80 kB, which stay in the cache of the processor
 _HEAD = [("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8")]
 # By the length of a state: torch's, Python's, NumPy's.
+_SIZE_OF_TORCH = 5056
 _LAYOUTS = {
-    5056: [*_HEAD, ("words", "<u8", _NUM_WORDS), ("normal", "V40")],
+    _SIZE_OF_TORCH: [*_HEAD, ("words", "<u8", _NUM_WORDS), ("normal", "V40")],
     2509: [("words", "<u4", _NUM_WORDS), ("position", "<i4"), ("normal", "V9")],
     2513: [("kind", "V1"), ("words", "<u4", _NUM_WORDS), ("position", "<i4"), ("normal", "V12")],
 }
@@ -49,6 +52,22 @@ def advanced(state: bytes, num_words: int) -> bytes:
     bits.random_raw(num_words, output=False)
     found = bits.state["state"]
     return _written(state, found["key"], found["pos"])
+
+
+def shortened(state: bytes) -> bytes | list[int]:
+    """Return a state of torch as its seed and the number of words drawn since, if these are all of it."""
+    if len(state) != _SIZE_OF_TORCH:
+        return state
+    seed = int.from_bytes(state[:8], "little")
+    found = distance(lengthened([seed, 0]), state, most_blocks=64)
+    return state if found is None or found[1] != state else [seed, found[0]]
+
+
+def lengthened(short: bytes | list[int]) -> bytes:
+    """Return the state that `shortened` was given."""
+    if isinstance(short, bytes):
+        return short
+    return advanced(bytes(torch.Generator().manual_seed(short[0]).get_state().numpy()), short[1])
 
 
 def _num_blocks(words: Any, later: Any, most: int) -> int | None:

@@ -227,6 +227,7 @@ OTHERS = {
     "many": lambda: (torch.rand(20_000), np.random.rand(700), [random.random() for _ in range(1_000)]),
     "Gaussians": lambda: (torch.randn(3), np.random.randn(3), random.gauss(0, 1)),
     "seeded": lambda: (seed(5), torch.rand(700)),
+    "torch seeded": lambda: (torch.manual_seed(torch.initial_seed() + 1), torch.rand(700)),
 }
 
 
@@ -260,7 +261,7 @@ def test_sampler_that_draws_as_it_goes_continues_exactly(others: str, sampler: t
     assert run(iterator, 30 - before) == whole[before:]
 
 
-@pytest.mark.parametrize(("others", "most"), [("few", 2), ("many", 3), ("Gaussians", 60)])
+@pytest.mark.parametrize(("others", "most"), [("few", 2), ("many", 3), ("Gaussians", 60), ("torch seeded", 9)])
 def test_the_record_hardly_grows(others: str, most: int) -> None:
     """A batch adds a few bytes to a checkpoint where other code draws; a cached Gaussian adds some more."""
     sampler = (int(torch.randint(50, ())) + random.randrange(50) + np.random.randint(50) for _ in range(400))
@@ -275,12 +276,12 @@ def test_the_record_hardly_grows(others: str, most: int) -> None:
 
 
 def test_a_record_that_grows_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where other code seeds the generator in each step, its states are kept whole. A large record is named once."""
+    """Where other code seeds Python's generator in each step, its states are kept whole, and named once if large."""
     monkeypatch.setattr("lightning_faulttolerant.loader.samplers._LARGE_BYTES", 50_000)
-    _, iterator = begin(int(torch.randint(50, ())) for _ in range(100))
+    _, iterator = begin(random.randrange(50) for _ in range(100))
     for number in range(100):
         next(iterator)
-        torch.manual_seed(number)
+        random.seed(number)
     [message] = caplog.messages
     assert message.startswith("The position of a loader takes 0 MB in each checkpoint, and grows with each batch")
 

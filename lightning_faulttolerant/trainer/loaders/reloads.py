@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
-from lightning_faulttolerant.state.rng import lengthened, rng_state, set_rng_state, shortened
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import buffers_of, load_buffers, shard_of, weights_of
+from lightning_faulttolerant.state.twister import lengthened, shortened
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 
@@ -163,7 +164,7 @@ class _Inputs:
         """Return what the hook, which has just returned, has read; of the generators, those that it has drawn from."""
         self._reading.close()  # what follows is our own look at the loaders
         now, then = self._generators(), self._last
-        drawn = {name: shortened(name, one) for name, one in then["random"].items() if now["random"].get(name) != one}
+        drawn = {name: shortened(one) for name, one in then["random"].items() if now["random"].get(name) != one}
         return {**then, "random": drawn, "held": {} if now["held"] == then["held"] else then["held"]}
 
     def _generators(self) -> dict[str, Any]:
