@@ -194,23 +194,32 @@ class KillAtValidated(Callback):
 
 
 @pytest.mark.slow
-def test_what_only_one_rank_loses_is_inherited(tmp_path: Path) -> None:
-    """The report of rank 0 says what another rank could not restore at an earlier start, once."""
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning")
+@pytest.mark.parametrize("kind", ["fit", "validate"])
+def test_what_only_one_rank_loses_is_inherited(kind: str, tmp_path: Path) -> None:
+    """The report of rank 0 says what another rank could not restore, at once and at each later start."""
 
     def start(*faults: Callback, loses: int | None = 1, strict: bool = True) -> str:
         def main(rank: int) -> None:
-            ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1, strict=strict)
-            module = Counts(has_list=rank != loses)
-            fit_net([ours, *faults], tmp_path, module=module, num_sanity_val_steps=0, devices=2, strategy="ddp")
+            module, ranks = Counts(has_list=rank != loses), {"devices": 2, "strategy": "ddp"}
+            if kind == "fit":
+                ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1, strict=strict)
+                fit_net([ours, *faults], tmp_path, module=module, num_sanity_val_steps=0, **ranks)
+                return
+            ours = FaultTolerance(tmp_path, run_id="run", train_time_interval=timedelta(microseconds=1), strict=strict)
+            trainer = make_trainer([ours, *faults], tmp_path, **ranks)
+            trainer.validate(module, DataLoader(NoisyDataset(80), batch_size=4), verbose=False)
 
         return run_group(main, num_ranks=2, directory=tmp_path)[1]
 
-    start(KillAt(2), loses=None)
-    output, _, _ = start(KillAt(1), strict=False).partition("--- rank 1")
-    assert "Resumed, except for 1 object, before batch 2 of epoch 0" in output
+    kills: list[Callback] = [KillAt(2), KillAt(1)] if kind == "fit" else [KillAtValidated(2), KillAtValidated(3)]
+    place = "batch 2 of epoch 0" if kind == "fit" else "batch 2 of validate"
+    start(kills[0], loses=None)
+    output, _, _ = start(kills[1], strict=False).partition("--- rank 1")
+    assert f"Resumed, except for 1 object, before {place}" in output
     assert "Resumed exactly" not in output
     output, _, _ = start().partition("--- rank 1")
-    line = r"NOT EXACT since it resumed before batch 2 of epoch 0: without module\.counts: it no longer exists"
+    line = rf"NOT EXACT since it resumed before {place}: without module\.counts: it no longer exists"
     assert len(re.findall(line, output)) == 1, output
 
 

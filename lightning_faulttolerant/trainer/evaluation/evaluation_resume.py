@@ -17,6 +17,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
@@ -47,7 +48,7 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
-from lightning_faulttolerant.trainer.resume.report import ResumeReport, still_exact
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all, still_exact
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
@@ -228,7 +229,7 @@ class SavedEvaluation:
         path: The autosave.
         checkpoint: Its content.
         part: Our part of it.
-        rank: The number of this rank.
+        ranks: All ranks. The autosave holds a state for each of them.
         options: Say whether a different number of ranks may continue.
         num_before_kill: How many batches are known to have run before a kill; ``None`` without a kill.
     """
@@ -240,22 +241,23 @@ class SavedEvaluation:
         checkpoint: Mapping[str, object],
         part: CheckpointPart,
         *,
-        rank: int,
+        ranks: Ranks,
         options: Options,
         num_before_kill: int | None = None,
     ) -> None:
         self.began = time.monotonic()
         self.path = path
         self.part = part
+        self.ranks = ranks
         self.num_before_kill = num_before_kill
         self.position = TrainerPosition.from_state_dict(part["position"])
         self.other_ranks: OtherRanks | None = None
         """What a different number of ranks takes over, if one continues."""
         if part["world_size"] != trainer.world_size and self._may_be_resized(trainer, options):
             is_per_sample = options.worker_rng == "per_sample"
-            self.other_ranks = OtherRanks(trainer, part, checkpoint, rank=rank, is_per_sample=is_per_sample)
+            self.other_ranks = OtherRanks(trainer, part, checkpoint, rank=ranks.rank, is_per_sample=is_per_sample)
         self.state: Mapping[str, Any] = (
-            state_of(part, rank, checkpoint) if self.other_ranks is None else self.other_ranks.state
+            state_of(part, ranks.rank, checkpoint) if self.other_ranks is None else self.other_ranks.state
         )
         """The state of this rank. It is empty once it is restored."""
         saved = part["fingerprint"]
@@ -462,10 +464,9 @@ class EvaluationResume:
 
     def _settle(self) -> None:
         self._loaders.resumed()
-        position, not_exact = self.position, tuple(self._not_exact)
-        if self._saved.other_ranks is not None:
-            not_exact += tuple(self._saved.other_ranks.not_exact)
-        objects = self._run_state.objects_not_restored
+        position, others = self.position, self._saved.other_ranks
+        reasons = [*self._not_exact, *(() if others is None else others.not_exact)]
+        not_exact, objects = of_all(self._saved.ranks, reasons, self._run_state.objects_not_restored)
         parts = [TITLES[name] for name in TITLES if name in self._saved.state]
         self.report = ResumeReport(
             path=self._saved.path,

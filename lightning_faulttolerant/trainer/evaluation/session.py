@@ -172,7 +172,7 @@ class EvaluationSession(AnySession):
                 str(choice.path),
                 choice.checkpoint,
                 choice.part,
-                rank=ranks.rank,
+                ranks=ranks,
                 options=options,
                 num_before_kill=beginning.num_before_kill,
             )
