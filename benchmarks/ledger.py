@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.overhead import lower_half, ratio
 from benchmarks.runs import AugmentedImages, BareRandomDataset, ConvNet, TimedModel, be_quiet, fit, machine
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 
 _WARM_UP_STEPS = 10
 
@@ -82,8 +84,8 @@ def step_times(case: Case, *, steps: int, directory: Path, has_ledger: bool) -> 
     torch.manual_seed(0)
     loader, model = case.loader(steps), case.model()
     gc.collect()
-    ledger = directory / "ledger.jsonl" if has_ledger else None
-    fit(model, loader, [FaultTolerance(directory / "saves", ledger=ledger)], directory)
+    os.environ[LEDGER_VARIABLE] = str(directory / "ledger.jsonl") if has_ledger else ""
+    fit(model, loader, [FaultTolerance(directory / "saves")], directory)
     return torch.tensor(model.began[_WARM_UP_STEPS:], dtype=torch.float64).diff()
 
 

@@ -6,11 +6,23 @@ import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import END, FIT, RESUMED
 from lightning_faulttolerant.records.lines import Line, read_lines
+
+
+def with_ledger(path: Path | str | None, *arguments: Any, **options: Any) -> FaultTolerance:
+    """Return a callback that writes a ledger, as if the environment had asked for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ledger.LEDGER_VARIABLE, "" if path is None else str(path))
+        return FaultTolerance(*arguments, **options)
+
 
 _NOT_COMPARED = ("time", "path", "pid")
 

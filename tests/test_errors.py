@@ -45,7 +45,6 @@ WORDINGS = [
         "Pass FaultTolerance(dirpath=...) a directory that all see.",
         'Set {}="dirpath=..." to a directory that all see.',
     ),
-    ("Pass a path, as FaultTolerance(ledger=...) or so.", 'Pass a path, as {}="ledger=..." or so.'),
     ('With worker_rng="per_sample" it is', 'With {}="worker_rng=per_sample" it is'),
     ("pass FaultTolerance(ignore_hyperparameters=('a', 'b.c')).", 'set {}="ignore_hyperparameters=a|b.c".'),
     ("FaultTolerance(ignore_hyperparameters=(...)).", '{}="ignore_hyperparameters=...".'),

@@ -204,7 +204,7 @@ def _not_finite(steps: Sequence[Event]) -> Iterator[str]:
 
 def _compared(compared: Compared | None, num_steps: int, start: ReplayStart) -> Iterator[str]:
     if compared is None:
-        yield "  the run has no ledger to compare with: FaultTolerance(ledger=...) writes one"
+        yield "  the run has no ledger to compare with: PL_FAULT_TOLERANT_LEDGER=FILE writes one"
     elif compared.difference is not None:
         difference = compared.difference
         yield f"  DIFFERS from {start.ledger}, first at {difference.place} (rank {difference.rank}):"

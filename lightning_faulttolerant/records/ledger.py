@@ -1,6 +1,6 @@
 """The ledger of one process: what it trained and evaluated, batch by batch, to compare two runs.
 
-It is written if ``FaultTolerance(ledger=...)``, or else ``PL_FAULT_TOLERANT_LEDGER``, names a file, even if
+It is written if ``PL_FAULT_TOLERANT_LEDGER`` names a file, even if
 ``PL_FAULT_TOLERANT_TRAINING=0`` switches everything else off. Rank 0 writes that file. Rank r writes a file with
 ``.rank-<r>`` after the name. A process that continues with the same file adds its lines. Each line is one JSON object.
 ``event`` is its kind, ``fit`` the number of the fit or evaluation in its script (from 1), and ``time`` the time in

@@ -28,7 +28,6 @@ from lightning_faulttolerant.trainer.settings import (
     DEFAULT_BUDGET,
     Options,
     checked_dirpath,
-    checked_ledger,
     checked_resume_from,
     option_names,
     with_options_of_environment,
@@ -103,8 +102,6 @@ class FaultTolerance(AnyCallback):
         trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses.
             Unpickling can run any code that the writer of the autosave chose. Default: ``PL_FAULT_TOLERANT_TRUST``,
             else yes if only this user and root can write to the autosave.
-        ledger: A file that receives a line for each batch, each value that loggers receive, and each autosave, as it
-            happens. Two runs can be compared by it. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
         hang: What to do if the run hangs: ``stop``: another process ends the ranks with exit code 60, and writes
             what each of them was doing next to the autosaves; ``report``: it only writes; ``off``. Default: ``stop``
             under ``lightning-faulttolerant run``, which starts the run again, else ``off``.
@@ -149,7 +146,6 @@ class FaultTolerance(AnyCallback):
         worker_rng: str = "capture",
         ignore_hyperparameters: Sequence[str] = (),
         trust_autosaves: bool | None = None,
-        ledger: str | os.PathLike[str] | None = None,
         hang: str | None = None,
         hang_timeout: float | None = None,
     ) -> None:
@@ -175,7 +171,6 @@ class FaultTolerance(AnyCallback):
             elastic=elastic,
             worker_rng=worker_rng,
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # Options checks it
-            ledger=checked_ledger(ledger),
             hang=hang,
             hang_timeout=hang_timeout,
             **_with_defaults(overhead_budget, trust_autosaves),

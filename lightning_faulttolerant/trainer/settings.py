@@ -181,6 +181,20 @@ _EPOCH_AND_BATCH = re.compile(r"\d+:\d+")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
+def requested_ledger() -> str | None:
+    """Return the absolute path of the ledger that the environment asks for: the process may change its directory.
+
+    Raises:
+        ValueError: If it is a URL: a line can't be added to an object in a store.
+    """
+    text = os.environ.get(LEDGER_VARIABLE)
+    if not text:
+        return None
+    if is_url(text):
+        raise ValueError(f"{LEDGER_VARIABLE} must be a local file, to which lines are appended; got {text}.")
+    return os.path.abspath(os.path.expanduser(local_path(text)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """See `FaultTolerance` for what each argument means."""
@@ -201,7 +215,6 @@ class Options:
     async_save: bool = False
     incremental: bool = False
     deadline: float | None = None
-    ledger: str | None = None
     trust_autosaves: bool | None = None
     ignore_hyperparameters: tuple[str, ...] = ()
     hang: str | None = None
@@ -215,6 +228,8 @@ class Options:
     """Whether the user has set `overhead_budget`."""
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
+    ledger: str | None = field(default_factory=requested_ledger)
+    """The absolute path of the ledger that the environment has asked for when the callback was created."""
     script: Script = field(default_factory=this_process)
     """The process that created the callback. Lightning may run the fit in other processes."""
 
@@ -333,23 +348,6 @@ def _text(name: str, path: str | os.PathLike[str]) -> str:
     return os.fspath(path)
 
 
-def checked_ledger(path: str | os.PathLike[str] | None) -> str | None:
-    """Return the path of a ledger as an absolute path: the process may change its directory.
-
-    Raises:
-        TypeError: If `path` is not a path.
-        ValueError: If `path` is empty, or a URL: a line can't be added to an object in a store.
-    """
-    if path is None:
-        return None
-    text = _text("ledger", path)
-    if not text:
-        raise ValueError("ledger must name a file, got ''. To write none, leave it out or pass None.")
-    if is_url(text) or (isinstance(path, PurePath) and _SPOILT_URL.match(text)):
-        raise ValueError(f"ledger must be a local file, to which lines are appended; got {text}.")
-    return os.path.abspath(os.path.expanduser(local_path(text)))
-
-
 def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
     """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system.
 
@@ -396,15 +394,6 @@ def checked_resume_from(source: int | str | os.PathLike[str] | None) -> int | st
 
 
 def path_of_ledger(options: Options) -> str | None:
-    """Return the path of the ledger to write: that of the replay in one, else `own_path_of_ledger`."""
+    """Return the path of the ledger to write: that of the replay in one, else that of the run, if it has one."""
     request = replay_requested()
-    return own_path_of_ledger(options) if request is None else request.ledger
-
-
-def own_path_of_ledger(options: Options) -> str | None:
-    """Return the path of the requested ledger: the callback's argument, else the environment's; ``None`` if neither.
-
-    Raises:
-        ValueError: If it is a URL.
-    """
-    return options.ledger or checked_ledger(os.environ.get(LEDGER_VARIABLE) or None)
+    return options.ledger if request is None else request.ledger

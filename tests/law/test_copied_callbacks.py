@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.ledgers import with_ledger
 from tests.runs import fit_net
 
 
@@ -69,7 +70,7 @@ def test_copy_of_ours_has_its_arguments_and_no_fit(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             copies[:] = [each for each in copy.deepcopy(trainer.callbacks) if isinstance(each, FaultTolerance)]
 
-    ours = FaultTolerance(tmp_path / "saves", run_id="copied", ledger=tmp_path / "ledger.jsonl")
+    ours = with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves", run_id="copied")
     fit_net([ours, Copies()], tmp_path, max_epochs=1)
     [copied] = copies
     assert vars(copied).keys() == vars(FaultTolerance()).keys()

@@ -304,7 +304,6 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "worker_rng": [("per_sample", "per_sample")],
     "ignore_hyperparameters": [("[run_name, optimizer.start_time]", ("run_name", "optimizer.start_time"))],
     "trust_autosaves": [("true", True), ("false", False), ("null", None)],
-    "ledger": [("/here/ledger", "/here/ledger"), ("null", None)],
     "hang": [("stop", "stop"), ("null", None)],
     "hang_timeout": [("600", 600.0), ("null", None)],
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.settings import Options, checked_dirpath, checked_ledger, path_of_ledger
+from lightning_faulttolerant.trainer.settings import Options, checked_dirpath, path_of_ledger
 
 DEFAULTS: dict[str, Any] = {
     "dirpath": None,
@@ -48,13 +48,11 @@ BAD = [
     ({"hang": "wait"}, "hang must be one of 'off', 'report', 'stop', or None; got 'wait'"),
     ({"hang_timeout": 0.0}, "hang_timeout must be positive, got 0.0"),
     ({"hang_timeout": float("nan")}, "hang_timeout must be positive, got nan"),
-    ({"ledger": ""}, "ledger must name a file, got ''"),
     ({"ignore_hyperparameters": ("rate", "")}, r"contains an empty name, got \('rate', ''\)"),
 ]
 
 OF_ANOTHER_TYPE = [
     ({"dirpath": 5}, "dirpath must be a path, got 5"),
-    ({"ledger": 5}, "ledger must be a path, got 5"),
     ({"run_id": 5}, "run_id must be a string, got 5"),
     ({"keep_last": 1.5}, "keep_last must be a whole number, got 1.5"),
     ({"keep_last": True}, "keep_last must be a whole number, got True"),
@@ -148,7 +146,7 @@ def test_directory_may_be_a_url() -> None:
 def test_tilde_is_the_home_directory(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As everywhere in Lightning, `~` is the home directory, for autosaves and for a ledger."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert checked_dirpath(path) == checked_ledger(path) == str(tmp_path / "ft")
+    assert checked_dirpath(path) == str(tmp_path / "ft")
     monkeypatch.setenv("PL_FAULT_TOLERANT_LEDGER", str(path))
     assert path_of_ledger(Options(**DEFAULTS)) == str(tmp_path / "ft")
 

@@ -235,7 +235,6 @@ NO_LEDGER = Cause(
     advice=(
         "The drill follows fit, validate, test, and predict of lightning.pytorch's and pytorch_lightning's Trainer"
         " (>= 2.5.6). A script with its own loop can't be drilled.",
-        "FaultTolerance(ledger=...) replaces the ledger of the drill. Leave it out.",
         "PL_FAULT_TOLERANT_TRAINING=0, fast_dev_run, and barebones turn the callback off.",
     ),
 )

@@ -43,7 +43,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition, progress_o
 from lightning_faulttolerant.trainer.resume.choice import Choice, origin_of
 from lightning_faulttolerant.trainer.run.directory import open_directory
 from lightning_faulttolerant.trainer.run.history_file import open_history
-from lightning_faulttolerant.trainer.settings import Options, own_path_of_ledger
+from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +289,7 @@ class ReplayedRun:
                 run=self._directory,
                 autosave=None if found is None else found[0],
                 number=0 if found is None else int(progress_of(found[1], found[1][KEY])),
-                ledger=own_path_of_ledger(self._options),
+                ledger=self._options.ledger,
                 exception=exception,
                 place=place,
             )

@@ -113,8 +113,8 @@ def _opened(path: str) -> LineFile:
         return LineFile(path)
     except OSError as error:
         raise LedgerError(
-            f"The ledger can't be written to {path}: {error}. Nothing could be compared. Pass a writable path, as "
-            f"FaultTolerance(ledger=...) or {LEDGER_VARIABLE}."
+            f"The ledger can't be written to {path}: {error}. Nothing could be compared. Set {LEDGER_VARIABLE} to "
+            "a writable path."
         ) from error
 
 

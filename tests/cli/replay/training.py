@@ -111,7 +111,9 @@ def main() -> None:
     here = arguments.directory
     for number in range(1, 1 + arguments.fits):
         checkpoints = os.path.join(here, "checkpoints", str(number))
-        own = FaultTolerance(keep_every=3, keep_last=1, ledger=f"{here}/ledger.jsonl")
+        if not arguments.bare:
+            os.environ["PL_FAULT_TOLERANT_LEDGER"] = f"{here}/ledger.jsonl"
+        own = FaultTolerance(keep_every=3, keep_last=1)
         callbacks = [
             *([] if arguments.bare else [own]),
             ModelCheckpoint(checkpoints, save_last="link"),

@@ -12,13 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.data_sets import NoisyDataset
-from tests.ledgers import FitLines, read_ledger
+from tests.ledgers import FitLines, read_ledger, with_ledger
 from tests.processes import run
 from tests.runs import Net, make_trainer
 
@@ -47,7 +46,7 @@ def run_script(
 ) -> tuple[list[Any], Trainer]:
     """Call functions of one trainer, with a ledger. Return what they return, and the trainer."""
     torch.manual_seed(1)
-    own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl")
+    own = with_ledger(directory / "ledger.jsonl", directory / "saves")
     trainer = make_trainer([own], directory, max_epochs=1, limit_train_batches=2, limit_val_batches=2)
     module = module or Evaluated()
     found = []
@@ -110,7 +109,7 @@ def test_batches_of_all_loaders_are_counted_together(tmp_path: Path) -> None:
 def test_predictions_that_are_not_returned_are_not_at_the_end(tmp_path: Path) -> None:
     """With ``return_predictions=False`` each prediction is in its line only."""
     torch.manual_seed(1)
-    own = FaultTolerance(tmp_path / "saves", ledger=tmp_path / "ledger.jsonl")
+    own = with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves")
     make_trainer([own], tmp_path).predict(Evaluated(), loader(), return_predictions=False)
     [fit] = fits_in(tmp_path)
     assert fit.end is not None
@@ -134,7 +133,7 @@ def test_a_step_that_fetches_by_itself_has_a_content(tmp_path: Path) -> None:
 
 def test_the_sanity_check_is_left_out(tmp_path: Path) -> None:
     """Its batches are run again at each start."""
-    own = FaultTolerance(tmp_path / "saves", ledger=tmp_path / "ledger.jsonl")
+    own = with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves")
     trainer = make_trainer([own], tmp_path, max_epochs=1, limit_train_batches=2, num_sanity_val_steps=2)
     trainer.fit(Evaluated(), loader(), loader())
     [fit] = fits_in(tmp_path)

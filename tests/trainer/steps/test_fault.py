@@ -10,12 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.steps.open_ledger import read_fault
-from tests.ledgers import read_ledger
+from tests.ledgers import read_ledger, with_ledger
 from tests.runs import Net, fit_net
 
 
@@ -47,7 +46,7 @@ class Noting(Callback):
 def fit_with(directory: Path, *callbacks: Callback, module: LightningModule | None = None, **arguments: Any) -> None:
     """Fit the same net from the same seed, with a ledger."""
     torch.manual_seed(1)
-    own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl")
+    own = with_ledger(directory / "ledger.jsonl", directory / "saves")
     fit_net([own, *callbacks], directory, module=module, **arguments)
 
 

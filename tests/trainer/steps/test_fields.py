@@ -14,10 +14,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.data_sets import NoisyDataset, Squares, Unsized
-from tests.ledgers import FitLines, read_ledger
+from tests.ledgers import FitLines, read_ledger, with_ledger
 from tests.runs import Fetches, Net, TwoLoaders, fit_net
 
 
@@ -59,7 +58,7 @@ def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 
     train = DataLoader(Rows(), batch_size=4) if train is None else train
     validation = arguments.pop("validation", DataLoader(Rows(4), batch_size=4))
     fit_net(
-        [FaultTolerance(directory / "saves", run_id=path.stem, ledger=path)],
+        [with_ledger(path, directory / "saves", run_id=path.stem)],
         directory,
         module=module,
         train=train,

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.settings import path_of_ledger
 from lightning_faulttolerant.trainer.steps.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.data_sets import NoisyDataset
-from tests.ledgers import read_ledger
+from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.rank_runs import for_ranks
 from tests.runs import Net, eight_batches, fit_net, make_trainer
@@ -40,17 +40,17 @@ def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer
 
 
 def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable names the file, and its directory is created; an argument wins over the variable."""
+    """The variable names the file when the callback is created. Its directory is created."""
     path, other = tmp_path / "made" / "ledger.jsonl", tmp_path / "other.jsonl"
     monkeypatch.setenv(LEDGER_VARIABLE, str(path))
     fit_once(tmp_path)
     assert len(read_ledger(path).fits) == 1
-    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", run_id="other", ledger=other))
+    fit_once(tmp_path, with_ledger(other, tmp_path / "saves", run_id="other"))
     assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
 
 
 def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without argument and variable, or with an empty variable, no ledger is written next to the autosaves."""
+    """Without the variable, or with an empty one, no ledger is written next to the autosaves."""
     monkeypatch.setenv(LEDGER_VARIABLE, "")
     monkeypatch.chdir(tmp_path)
     fit_once(tmp_path)
@@ -60,7 +60,7 @@ def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that changes its directory after the callback is created writes to the original directory."""
     monkeypatch.chdir(tmp_path)
-    callback = FaultTolerance(tmp_path / "saves", ledger="ledger.jsonl")
+    callback = with_ledger("ledger.jsonl", tmp_path / "saves")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     fit_once(tmp_path, callback)
@@ -73,8 +73,8 @@ def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path)
     path = tmp_path / "file" / "ledger.jsonl"
     module = Net()
     before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Pass a writable path"):
-        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), module=module)
+    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Set PL_FAULT_TOLERANT_LEDGER to a writable path"):
+        fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=module)
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
 
 
@@ -82,7 +82,7 @@ def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path)
 def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
     """A ledger never silently lacks a line: a full disk ends the run, and the error gives the remedy."""
     with pytest.raises(LedgerError, match="could not be added to the ledger"):
-        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger="/dev/full"))
+        fit_once(tmp_path, with_ledger("/dev/full", tmp_path / "saves"))
 
 
 class FailsOnce(Callback):
@@ -112,7 +112,7 @@ def test_a_fit_whose_end_nobody_told_is_over(switch: str, tmp_path: Path, monkey
 
 def _fail_and_fit_again(directory: Path, run_id: str) -> None:
     path = directory / "ledger.jsonl"
-    callbacks = [FailsOnce(), FaultTolerance(directory / "saves", run_id=run_id, ledger=path)]
+    callbacks = [FailsOnce(), with_ledger(path, directory / "saves", run_id=run_id)]
     trainer = make_trainer(callbacks, directory, **SHORT)
     loaders = [DataLoader(NoisyDataset(), batch_size=4), DataLoader(NoisyDataset(8), batch_size=4)]
     module = Net()
@@ -157,7 +157,7 @@ def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
     for ledger in (None, path):
         logger = Listener()
         seed_everything(1, verbose=False)
-        callback = FaultTolerance(tmp_path / "saves", run_id=f"run-{ledger is None}", ledger=ledger)
+        callback = with_ledger(ledger, tmp_path / "saves", run_id=f"run-{ledger is None}")
         fit_once(tmp_path, callback, GivesAnything(), logger=logger)
         heard.append(repr(logger.heard))
     assert heard[0] == heard[1]
@@ -166,14 +166,10 @@ def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
     assert own[0]["metrics"] == {"1": (2.0).hex(), "rows": digest(np.arange(3))}
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/ledger.jsonl", Path("s3://bucket/ledger.jsonl")])
-def test_a_url_is_refused(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines can't be appended to an object in a store: creating the callback, or beginning the fit, raises an error."""
-    with pytest.raises(ValueError, match="local file"):
-        FaultTolerance(ledger=path)
-    monkeypatch.setenv(LEDGER_VARIABLE, "s3://bucket/ledger.jsonl")
-    with pytest.raises(ValueError, match="local file"):
-        fit_once(tmp_path)
+def test_a_url_is_refused() -> None:
+    """Lines can't be appended to an object in a store: creating the callback raises an error."""
+    with pytest.raises(ValueError, match="PL_FAULT_TOLERANT_LEDGER must be a local file"):
+        with_ledger("s3://bucket/ledger.jsonl")
 
 
 def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
@@ -181,10 +177,10 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
 
     def script() -> None:
-        shared = FaultTolerance(tmp_path / "saves", ledger=path)
+        shared = with_ledger(path, tmp_path / "saves")
         fit_once(tmp_path, shared)
         fit_once(tmp_path, shared, fast_dev_run=True)
-        fit_once(tmp_path, FaultTolerance(tmp_path / "others", ledger=path))
+        fit_once(tmp_path, with_ledger(path, tmp_path / "others"))
         fit_once(tmp_path, shared)
 
     for seed in (1, 2):  # the second process resumes after the end of each: its autosaves are kept
@@ -222,17 +218,17 @@ def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
             if ends != "well":
                 raise ZeroDivisionError
 
-    def behind(**ledger: Any) -> list[set[str]]:
-        logger = CSVLogger(tmp_path / f"logs-{len(ledger)}")
+    def behind(path: Path | None) -> list[set[str]]:
+        logger = CSVLogger(tmp_path / f"logs-{path is None}")
         module = Fails()
         try:
-            callback = FaultTolerance(tmp_path / f"saves-{len(ledger)}", **ledger)
+            callback = with_ledger(path, tmp_path / f"saves-{path is None}")
             fit_once(tmp_path, callback, module=module, logger=logger)
         except ZeroDivisionError:
             assert ends != "well"
         return Noting().names(module.trainer)
 
-    assert behind(ledger=tmp_path / "ledger.jsonl") == behind()
+    assert behind(tmp_path / "ledger.jsonl") == behind(None)
     assert not [path for path in Path("/proc/self/fd").iterdir() if os.path.realpath(path).endswith("ledger.jsonl")]
     [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
     assert (fit.end is not None) == (ends == "well")
@@ -241,27 +237,27 @@ def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
 def test_checkpoints_are_as_without(tmp_path: Path) -> None:
     """A checkpoint that ModelCheckpoint saves in on_train_batch_end is the same, and exact, with a ledger."""
 
-    def saved(**ledger: Any) -> dict[str, Any]:
+    def saved(path: Path | None) -> dict[str, Any]:
         torch.manual_seed(1)
-        directory = tmp_path / f"{len(ledger)}"
+        directory = tmp_path / f"{path is None}"
         checkpoint = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        fit_once(directory, FaultTolerance(directory / "saves", **ledger), checkpoint, enable_checkpointing=True)
+        fit_once(directory, with_ledger(path, directory / "saves"), checkpoint, enable_checkpointing=True)
         found: dict[str, Any] = torch.load(directory / "step=2.ckpt", weights_only=True)
         return found
 
-    with_ledger, without = saved(ledger=tmp_path / "ledger.jsonl"), saved()
-    part = with_ledger["lightning_faulttolerant"]
+    written, without = saved(tmp_path / "ledger.jsonl"), saved(None)
+    part = written["lightning_faulttolerant"]
     assert part["inexact"] == []
     assert part["fingerprint"] == without["lightning_faulttolerant"]["fingerprint"]
-    assert "ledger" not in str(with_ledger)
-    assert without.keys() == with_ledger.keys()
-    assert str(without["loops"]) == str(with_ledger["loops"])
+    assert "ledger" not in str(written)
+    assert without.keys() == written.keys()
+    assert str(without["loops"]) == str(written["loops"])
 
 
 def test_autosaves_written_in_background_are_there(tmp_path: Path) -> None:
     """Each autosave has its line when it is written, with the place of its state, before the line of the fit's end."""
     path = tmp_path / "ledger.jsonl"
-    callback = FaultTolerance(tmp_path / "saves", ledger=path, async_save=True, every_n_train_steps=2)
+    callback = with_ledger(path, tmp_path / "saves", async_save=True, every_n_train_steps=2)
     fit_once(tmp_path, callback, train=eight_batches(), limit_train_batches=6)
     [fit] = read_ledger(path).fits
     assert [line["batch"] for line in fit.of("autosave")] == [0, 2, 4, 6]
@@ -281,15 +277,15 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
 
     path = tmp_path / "ledger.jsonl"
     finder = LearningRateFinder(num_training_steps=6)
-    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), finder, module=Tuned(), limit_train_batches=3)
+    fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), finder, module=Tuned(), limit_train_batches=3)
     [fit] = read_ledger(path).fits
     assert finder.optimal_lr is not None
     assert [line["batch"] for line in fit.of("batch")] == [0, 1, 2]
 
 
-def test_the_argument_travels_to_other_processes(tmp_path: Path) -> None:
+def test_the_path_travels_to_other_processes(tmp_path: Path) -> None:
     """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
-    callback = pickle.loads(pickle.dumps(FaultTolerance(ledger=tmp_path / "ledger.jsonl")))
+    callback = pickle.loads(pickle.dumps(with_ledger(tmp_path / "ledger.jsonl")))
     assert path_of_ledger(callback._options) == str(tmp_path / "ledger.jsonl")
 
 
@@ -307,7 +303,7 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
     """Nothing is saved, and the ledger holds everything except the order of samples."""
     path = tmp_path / "ledger.jsonl"
     for _ in range(2):
-        fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path))
+        fit_once(tmp_path, with_ledger(path, tmp_path / "saves"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["ledger.jsonl"]
     fits = read_ledger(path).fits
     assert [fit.number for fit in fits] == [fits[0].number, fits[0].number + 1]
@@ -329,7 +325,7 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("is_off")
 def test_switched_off_it_is_closed_by_an_exception(tmp_path: Path) -> None:
     """After an exception nothing is left, and the next fit has a ledger again."""
-    callback = FaultTolerance(ledger=tmp_path / "ledger.jsonl")
+    callback = with_ledger(tmp_path / "ledger.jsonl")
 
     class Fails(Net):
         def on_train_epoch_end(self) -> None:
@@ -365,9 +361,9 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 
     class Nested(Net):
         def on_train_epoch_end(self) -> None:
-            fit_once(tmp_path, FaultTolerance(tmp_path / "inner", ledger=path), module=Net())
+            fit_once(tmp_path, with_ledger(path, tmp_path / "inner"), module=Net())
 
-    fit_once(tmp_path, FaultTolerance(tmp_path / "saves", ledger=path), module=Nested())
+    fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=Nested())
     assert [len(fit.of("batch")) for fit in read_ledger(path).fits] == [2]
 
 
@@ -377,7 +373,7 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 def test_processes_of_lightning_s_count_the_fits_of_the_script(tmp_path: Path) -> None:
     """Under ddp_fork each fit has its own processes; the numbers are per script, the files per rank."""
     path = tmp_path / "ledger.jsonl"
-    callback: Callable[[], Callback] = lambda: FaultTolerance(tmp_path / "saves", ledger=path)  # noqa: E731
+    callback: Callable[[], Callback] = lambda: with_ledger(path, tmp_path / "saves")  # noqa: E731
 
     def script() -> None:
         for _ in range(2):

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, places_in, places_text
 from lightning_faulttolerant.trainer.steps import open_ledger
-from tests.ledgers import read_ledger
+from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.runs import fit_net
 
 
 def fit(directory: Path, **options: Any) -> None:
     """Fit with a ledger, and with no regular autosave after the first."""
-    own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl", every_n_train_steps=1000, **options)
+    own = with_ledger(directory / "ledger.jsonl", directory / "saves", every_n_train_steps=1000, **options)
     fit_net([own], directory)
 
 
