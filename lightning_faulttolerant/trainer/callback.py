@@ -87,7 +87,6 @@ class FaultTolerance(AnyCallback):
         deadline: When the run must have ended: a ``datetime``, in local time if it has no time zone, a ``timedelta``
             from now, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. The run saves and stops
             before that, with exit code 75. The end of a SLURM job always counts, too; the earlier of the two applies.
-        save_on_exception: Save the last capture if an exception ends the run and no parameter has moved since.
         auto_resume: Whether to continue from autosaves of this run. If not, they are set aside.
         strict: Whether state that can't be captured or restored exactly is an error rather than a warning.
         elastic: Whether a run may continue with a different number of ranks or workers. Their random generators can't
@@ -139,7 +138,6 @@ class FaultTolerance(AnyCallback):
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
         deadline: datetime | timedelta | str | None = None,
-        save_on_exception: bool = True,
         auto_resume: bool = True,
         strict: bool = True,
         elastic: bool = False,
@@ -165,7 +163,6 @@ class FaultTolerance(AnyCallback):
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,
             deadline=checked_deadline(deadline),
-            save_on_exception=save_on_exception,
             auto_resume=auto_resume,
             strict=strict,
             elastic=elastic,

@@ -13,6 +13,7 @@ from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
+from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.supervision.heartbeats import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.any_session import AnySession, end_interrupted, tell_stopped
@@ -112,7 +113,7 @@ class Session(AnySession):
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
 
     def _save_interrupted(self, exception: BaseException) -> None:
-        saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
+        saves, source = replay_requested() is None, self._beginning.source
         if self._recorder is not None:
             self._recorder.interrupt(exception)
         if self._training is not None:

@@ -168,7 +168,6 @@ DEFAULT_BUDGET = 0.01
 """The `overhead_budget` if the user sets none."""
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = (
-    "save_on_exception",
     "auto_resume",
     "strict",
     "elastic",
@@ -207,7 +206,6 @@ class Options:
     overhead_budget: float
     stop_signals: tuple[str, ...]
     grace_seconds: float
-    save_on_exception: bool
     auto_resume: bool
     strict: bool
     elastic: bool = False

@@ -33,7 +33,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run cut by an exception in its second epoch: an autosave, and a file of the user."""
     directory = tmp_path_factory.mktemp("run")
     callbacks = [
-        FaultTolerance(directory, run_id="mine", every_n_train_steps=1, keep_last=1, save_on_exception=False),
+        FaultTolerance(directory, run_id="mine", every_n_train_steps=1, keep_last=1),
         ModelCheckpoint(dirpath=directory / "best", filename="three", every_n_train_steps=3),
         RaiseAt("on_train_epoch_end", 1),
     ]

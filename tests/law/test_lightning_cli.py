@@ -297,7 +297,6 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
         ("2040-01-02 03:04", datetime(2040, 1, 2, 3, 4).timestamp()),
         ("null", None),
     ],
-    "save_on_exception": [("false", False)],
     "auto_resume": [("false", False)],
     "strict": [("false", False)],
     "elastic": [("true", True)],

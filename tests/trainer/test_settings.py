@@ -22,7 +22,6 @@ DEFAULTS: dict[str, Any] = {
     "overhead_budget": 0.01,
     "stop_signals": ("SIGTERM", "SIGINT"),
     "grace_seconds": 25.0,
-    "save_on_exception": True,
     "auto_resume": True,
     "strict": True,
 }
@@ -63,7 +62,6 @@ OF_ANOTHER_TYPE = [
     ({"overhead_budget": "1%"}, "overhead_budget must be a number, got '1%'"),
     ({"grace_seconds": True}, "grace_seconds must be a number, got True"),
     ({"hang_timeout": "1"}, "hang_timeout must be a number, got '1'"),
-    ({"save_on_exception": 1}, "save_on_exception must be True or False, got 1"),
     ({"auto_resume": None}, "auto_resume must be True or False, got None"),
     ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
     ({"elastic": "x"}, "elastic must be True or False, got 'x'"),

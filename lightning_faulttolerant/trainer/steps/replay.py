@@ -140,7 +140,6 @@ def without_saves(options: Options) -> Options:
         keep_every=None,
         record=None,
         async_save=False,
-        save_on_exception=False,
         auto_resume=True,
         deadline=None,
         stop_signals=(),

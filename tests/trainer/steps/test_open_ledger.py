@@ -73,7 +73,7 @@ def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path)
     path = tmp_path / "file" / "ledger.jsonl"
     module = Net()
     before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Set PL_FAULT_TOLERANT_LEDGER to a writable path"):
+    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Set PL_FAULT_TOLERANT_LEDGER"):
         fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=module)
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
 
