@@ -23,6 +23,7 @@ from lightning_faulttolerant.trainer.evaluation.session import EvaluationSession
 from lightning_faulttolerant.trainer.files.compat import HAS_WEIGHTS_ONLY, weights_only_argument
 from lightning_faulttolerant.trainer.ranks.strategies import can_be_evaluated, check_strategy
 from lightning_faulttolerant.trainer.recorder import Recorder
+from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 from lightning_faulttolerant.trainer.save.run_state import named_callbacks
 from lightning_faulttolerant.trainer.session import Session
 from lightning_faulttolerant.trainer.steps.digests import (
@@ -113,7 +114,7 @@ def end_event(trainer: Trainer) -> dict[str, object]:
     """Return the final state of a fit: weights, optimizers, metrics, callbacks."""
     module = trainer.lightning_module
     states = {
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "schedulers": Schedulers(trainer).plain([one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]),
         "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
         "metric states": metrics_state(module),
         "flags": flags_state(module),
@@ -138,7 +139,7 @@ def _callbacks(trainer: Trainer) -> dict[str, str]:
     states = {}
     for name, callback in named_callbacks(compared).items():
         modules = {key: value.state_dict() for key, value in vars(callback).items() if isinstance(value, nn.Module)}
-        state = [callback.state_dict(), kept.get(name), modules]
+        state = [Schedulers(trainer).plain(callback.state_dict()), kept.get(name), modules]
         if any(state):
             states[name] = digest(state)
     return states

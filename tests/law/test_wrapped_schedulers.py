@@ -216,21 +216,87 @@ class Scheduled(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Plain(Scheduled):
-    """Has a plain optimizer, whose groups the scheduler holds."""
+class Slots:
+    """Has no ``__dict__``; counts its calls, and steps what it holds."""
 
-    def __init__(self) -> None:
+    __slots__ = ("num_calls", "scheduler")
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler = scheduler
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        self.scheduler.step()
+        self.scheduler.optimizer.param_groups[0]["momentum"] *= 1 - 0.001 * self.num_calls
+
+
+class Held(LRScheduler):
+    """Holds what refers to the optimizer in sets, slots, a closure, and the trainer."""
+
+    def __init__(self, optimizer: Any, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.optimizers = frozenset({optimizer})
+        self.parameters = set(optimizer.param_groups[0]["params"][:2])
+        self.schedulers = {ExponentialLR(optimizer, 0.95)}
+        self.slots = Slots(CosineAnnealingLR(optimizer, 20))
+        self.decay = decay(optimizer)
+        self.shape = lambda epoch: 0.97**epoch
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] * self.shape(self.last_epoch) for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step()
+        if self.last_epoch == 0:
+            return
+        for scheduler in self.schedulers:
+            scheduler.step()
+        self.slots()
+        self.decay()
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["weight_decay"] += 0.001
+        self.parameters.add(self.optimizer.param_groups[0]["params"][2 + self.last_epoch // 6])
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.mul_(1 - 0.001 * self.trainer.global_step)
+
+
+def decay(optimizer: Any) -> Any:
+    """Return a function that counts, and changes a group."""
+    num_calls = 0
+
+    def step() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        optimizer.param_groups[0]["weight_decay"] += 0.001 * num_calls
+
+    return step
+
+
+class Plain(Net):
+    """Has a plain optimizer, which the scheduler from `make` holds in other objects."""
+
+    def __init__(self, make: Any) -> None:
         super().__init__()
+        self.make = make
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up(optimizer), "interval": "step"}}
-
-    training_step = Net.training_step
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make(optimizer, self), "interval": "step"}}
 
 
-@pytest.mark.parametrize("module", [Wrapped, Plain])
-def test_wrapped_schedulers_and_optimizers(module: type[Net]) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        Wrapped,
+        lambda: Plain(lambda optimizer, _: warm_up(optimizer)),
+        lambda: Plain(lambda optimizer, module: Held(optimizer, module.trainer)),
+    ],
+    ids=["wrapped", "plain", "held"],
+)
+def test_wrapped_schedulers_and_optimizers(module: Any) -> None:
     """Rates, weights, and the states of wrapping and wrapped optimizers are those of the uninterrupted run."""
     assert_exact(list, KillAt(8), module=module)
 
@@ -337,9 +403,18 @@ class Grows(ExponentialLR):
             self.more.append(ExponentialLR(self.optimizer, 0.9))
 
 
-def test_scheduler_that_training_creates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A save warns of a new scheduler inside another one. A resume refuses it: no process creates it again."""
-    fit_saving(tmp_path, Scheduled(Grows))
+class TwoInASet(ExponentialLR):
+    """Holds two schedulers of a class in a set, which has another order in each process."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.more = {ExponentialLR(optimizer, 0.9), ExponentialLR(optimizer, 0.8)}
+        super().__init__(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("kind", [Grows, TwoInASet])
+def test_scheduler_that_is_not_found_again(kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A save warns of a scheduler that no later process creates, or could tell from another; a resume refuses it."""
+    fit_saving(tmp_path, Scheduled(kind))
     assert caplog.text.count("a scheduler got a new ExponentialLR") == 1
     with pytest.raises(NotExactError, match="held a new ExponentialLR, which configure_optimizers does not create"):
-        fit_saving(tmp_path / "resumed", Scheduled(Grows), ckpt_path=tmp_path / "after.ckpt")
+        fit_saving(tmp_path / "resumed", Scheduled(kind), ckpt_path=tmp_path / "after.ckpt")

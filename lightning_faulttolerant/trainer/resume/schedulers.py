@@ -1,7 +1,8 @@
 """Schedulers that hold other objects of a fit: a load keeps these objects, and a save writes their plain states.
 
 torch saves the attributes of a scheduler. Another scheduler among them would be loaded as a copy that belongs to a copy
-of the optimizer. In the states here, a name stands for each object that refers to an optimizer or the module.
+of the optimizer. In the states here, a name stands for each object that refers to an optimizer or the module, and for
+each local function, which does not pickle.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.verify import is_surely_safe
+from lightning_faulttolerant.state.objects.decoding import set_attribute
+from lightning_faulttolerant.state.objects.kinds import attributes, contents_of_cell, fill
 from lightning_faulttolerant.trainer.resume.parameters import IN_PLACE, optimizers_of
 
 _log = logging.getLogger(__name__)
@@ -27,8 +30,9 @@ SCHEDULERS: Final = "schedulers"
 
 _LIVE, _STATE = "lightning_faulttolerant.live", "state"
 _CONTAINERS = (dict, list, tuple, deque)
-_CALLS = (MethodType, functools.partial)
-_CODE = (type, FunctionType, ModuleType, torch.Tensor)
+_SETS = (set, frozenset)
+_CALLS = (MethodType, functools.partial, FunctionType)
+_CODE = (type, ModuleType, torch.Tensor)
 
 
 @final
@@ -41,7 +45,6 @@ class Schedulers:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._optimizers = optimizers_of(trainer)
         self._warned_of: set[str] = set()
         self._held: dict[str, object] = {}
         """Those that are restored only with their scheduler, by the path that leads to them at the start."""
@@ -66,6 +69,8 @@ class Schedulers:
             name = names.get(id(value)) or self._warn(f"a new {type(value).__qualname__}")
             is_first = id(value) in to_write
             to_write.discard(id(value))
+            if is_first and isinstance(value, _SETS):
+                return {_LIVE: name, _STATE: sorted(map(plain, value), key=repr)}
             return {_LIVE: name, _STATE: plain(_state_of(value)) if is_first else None}
 
         return plain(states)
@@ -88,10 +93,13 @@ class Schedulers:
             found, state = objects.get(value[_LIVE]), value[_STATE]
             if found is None:
                 reasons.append(f"a scheduler held {value[_LIVE]}, which configure_optimizers does not create")
+            elif isinstance(state, list):
+                fill(found if isinstance(found, set) else set(), load(state))
             elif state is not None and hasattr(found, "load_state_dict"):
                 found.load_state_dict(load(state))
             elif state is not None:
-                vars(found).update(load(state))
+                for name, one in load(state).items():
+                    set_attribute(found, name, one)
             return found
 
         return load(states), reasons
@@ -100,8 +108,8 @@ class Schedulers:
         if name not in self._warned_of:
             self._warned_of.add(name)
             _log.warning(
-                "A resume from here on can't be exact: while training, a scheduler got %s that refers to an optimizer "
-                "or the module. Create it in configure_optimizers.",
+                "A resume from here on can't be exact: a scheduler got %s that refers to an optimizer or the module. "
+                "Create it in configure_optimizers, and hold several of a class in a list, not in a set.",
                 name,
             )
         return name
@@ -111,7 +119,7 @@ class Schedulers:
         found: dict[str, object] = {"trainer": self._trainer}
         found |= {f"scheduler {i}": config.scheduler for i, config in enumerate(self._trainer.lr_scheduler_configs)}
         found |= {f"module.{name}": one for name, one in (*module.named_modules(), *module.named_parameters())}
-        for i, optimizer in enumerate(self._optimizers):
+        for i, optimizer in enumerate(optimizers_of(self._trainer)):
             own = {name: value for name, value in vars(optimizer).items() if name in IN_PLACE}
             found |= {f"optimizer {i}.{name}": value for name, value in own.items()}
             found |= {f"optimizer {i}, group {j}": group for j, group in enumerate(optimizer.param_groups)}
@@ -129,7 +137,8 @@ class Schedulers:
 
 
 def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else {**vars(value)}
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return value.state_dict() if has_state else attributes(value)
 
 
 def _is_name(value: object) -> bool:
@@ -137,12 +146,12 @@ def _is_name(value: object) -> bool:
 
 
 def _refers(value: object, known: Collection[int]) -> bool:
-    """Return whether a value is, or has inside it, one with a known ID, or a name."""
+    """Return whether a value is, or has inside it, one with a known ID, a name, or a local function."""
     seen: dict[int, object] = {}
     todo = [value]
     while todo:
         one = todo.pop()
-        if id(one) in known or _is_name(one):
+        if id(one) in known or _is_name(one) or (isinstance(one, FunctionType) and "<" in one.__qualname__):
             return True
         if id(one) not in seen and not is_surely_safe(one):
             seen[id(one)] = one
@@ -151,14 +160,19 @@ def _refers(value: object, known: Collection[int]) -> bool:
 
 
 def _items_of(value: Any) -> Iterable[tuple[object, Any]]:
-    """Return what is in a value, each with its key, index, or name."""
+    """Return what is in a value, each with its key, index, or name; in a set, with its class."""
     if isinstance(value, dict):
         return value.items()
+    if isinstance(value, _SETS):
+        return ((type(one).__qualname__, one) for one in value)
     if isinstance(value, _CONTAINERS):
         return enumerate(value)
+    if isinstance(value, FunctionType):
+        cells = (one for cell in value.__closure__ or () for one in contents_of_cell(cell))
+        return enumerate([*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()])
     if isinstance(value, _CALLS):
         return enumerate(value.__reduce__())
-    return () if isinstance(value, _CODE) else vars(value).items() if hasattr(value, "__dict__") else ()
+    return () if isinstance(value, _CODE) else attributes(value).items()
 
 
 def _mapped(value: Any, make: Callable[[Any], Any]) -> Any:
