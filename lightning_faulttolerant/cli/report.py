@@ -147,7 +147,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
                 moment_text(began),
                 short_duration(fit.last_seen - began),
                 from_text(fit),
-                _to_text(fit),
+                "end" if fit.is_finished else place_text(fit.last_place, in_evaluation=fit.is_evaluation),
                 str(fit.num_autosaves),
                 end,
             ]
@@ -169,10 +169,6 @@ def _more_about_places(fits: Sequence[FitHistory]) -> str:
     is_inside = any(place is not None and place.num_validated is not None for place in shown)
     more = " A third number is the batch of a validation run." if is_inside else ""
     return f"{more} In evaluations, they are batches." if any(fit.is_evaluation for fit in fits) else more
-
-
-def _to_text(fit: FitHistory) -> str:
-    return "end" if fit.is_finished else place_text(fit.last_place, in_evaluation=fit.is_evaluation)
 
 
 def _evaluation(report: ChapterReport) -> Iterator[str]:

@@ -237,10 +237,6 @@ def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
     return skip(sampler, num_indices)
 
 
-def _sequential(sampler: SequentialSampler, num_indices: int) -> Iterator[int]:
-    return iter(range(num_indices, len(sampler.data_source)))
-
-
 def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
     generator = sampler.generator
     if generator is None:
@@ -272,5 +268,5 @@ def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator
 _SKIPS: dict[type, Callable[[Any, int], Iterator[Any]]] = {
     DistributedSampler: _distributed,
     RandomSampler: _random,
-    SequentialSampler: _sequential,
+    SequentialSampler: lambda sampler, num_indices: iter(range(num_indices, len(sampler.data_source))),
 }

@@ -247,10 +247,7 @@ class _Watched:
         was_empty = set(self.empty)
         came += [(key, child) for key, child in items[: self.size] if key in was_empty and child is not None]
         self.size, self.empty = size, tuple(key for key, child in items if child is None)
-        return [((self.kind, key), child) for key, child in came if not self._is_left_out(key)]
-
-    def _is_left_out(self, key: object) -> bool:
-        return is_pythons(key) or key in self.left_out
+        return [((self.kind, key), child) for key, child in came if not (is_pythons(key) or key in self.left_out)]
 
 
 def _last_step(path: str, owner: object, name: str) -> tuple[str, Any] | None:

@@ -224,7 +224,7 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
     return {**first, "values": values, "update_count": max(state["update_count"] for state in states)}, lost
 
 
-Merge = Callable[[Sequence[object], Any, int], tuple[Any, str]]
+Merge = Callable[[Sequence[Any], Any, int], tuple[Any, str]]
 
 
 def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
@@ -235,14 +235,6 @@ def _merge_sum(values: Sequence[Any], default: object, rank: int) -> tuple[objec
 def _merge_mean(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
     stacked = torch.stack(list(values))
     return (stacked if stacked.is_floating_point() else stacked.float()).mean(0), ""
-
-
-def _merge_max(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
-    return torch.stack(list(values)).amax(0), ""
-
-
-def _merge_min(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
-    return torch.stack(list(values)).amin(0), ""
 
 
 def _merge_cat(values: Sequence[Any], default: object, rank: int) -> tuple[object, str]:
@@ -267,8 +259,8 @@ def _merge_none(values: Sequence[object], default: object, rank: int) -> tuple[o
 _MERGES: dict[Callable[..., object] | None, Merge] = {
     dim_zero_sum: _merge_sum,
     dim_zero_mean: _merge_mean,
-    dim_zero_max: _merge_max,
-    dim_zero_min: _merge_min,
+    dim_zero_max: lambda values, default, rank: (torch.stack(list(values)).amax(0), ""),
+    dim_zero_min: lambda values, default, rank: (torch.stack(list(values)).amin(0), ""),
     dim_zero_cat: _merge_cat,
     None: _merge_none,
 }

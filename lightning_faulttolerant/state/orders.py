@@ -234,31 +234,15 @@ def _by_directory(name: str) -> tuple[str, str]:
     return directory, base
 
 
-def _by_directory_and_numbers(name: str) -> list[object]:
-    return [_by_numbers(part) for part in _by_directory(name.casefold())]
-
-
-def _by_parts(name: str) -> list[str]:
-    return name.split("/")
-
-
-def _by_parts_and_numbers(name: str) -> list[object]:
-    return [_by_numbers(part) for part in name.casefold().split("/")]
-
-
-def _by_numbers_in_any_case(name: str) -> list[object]:
-    return _by_numbers(name.casefold())
-
-
 _ORDERS_OF_NAMES: tuple[Callable[[str], object], ...] = (
     str,
     str.casefold,
     _by_directory,
-    _by_parts,
+    lambda name: name.split("/"),
     _by_numbers,
-    _by_numbers_in_any_case,
-    _by_directory_and_numbers,
-    _by_parts_and_numbers,
+    lambda name: _by_numbers(name.casefold()),
+    lambda name: list(map(_by_numbers, _by_directory(name.casefold()))),
+    lambda name: list(map(_by_numbers, name.casefold().split("/"))),
 )
 
 

@@ -148,16 +148,12 @@ def _list(text: str) -> object:
     return tuple(element.strip() for element in text.split(SEPARATOR) if element.strip())
 
 
-def _as_text(text: str) -> object:
-    return text or _UNFIT
-
-
 _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
     type(None): ("none", _among(none=None)),
     bool: ("true or false", _among(true=True, false=False)),
     int: ("a whole number", _number(int)),
     float: ("a number", _number(float)),
-    str: ("a text, not empty", _as_text),
+    str: ("a text, not empty", lambda text: text or _UNFIT),
     timedelta: ("a time such as 0:05:00 (hours, minutes, seconds)", _duration),
     Sequence: (f"names separated by {SEPARATOR}", _list),
 }

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import signal
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, KillAt, NotTheSame, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
+from tests.groups import run_group
 from tests.hook_saves import assert_continues_from, saver
 from tests.kills import StopInValidation
 from tests.law import elastic_runs
-from tests.rank_runs import SECONDS, assert_ranks_continue, assert_ranks_resume, for_ranks, rank_fit, shuffled
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
+from tests.rank_runs import (
+    SECONDS,
+    RankNet,
+    assert_ranks_continue,
+    assert_ranks_resume,
+    for_ranks,
+    rank_fit,
+    shuffled,
+)
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, fit_net
 from tests.sharded import (
     Fsdp1OnCpu,
     Fsdp1WholeOnCpu,
@@ -195,3 +208,79 @@ def test_fsdp2_continues_from_an_object_store(s3: str) -> None:
     cut = Cut(kill=2, every=1, continues_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     assert_ranks_continue(cut, rank=0, url=s3, module=ShardedNet, strategy=fsdp2(), **limits)
+
+
+class SavesOwn(RankNet):
+    """Saves checkpoints of its own, and changes each of them in another way."""
+
+    change = ""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        if self.change == "override":
+            found.update({name: one.detach() / 2 for name, one in found.items() if name.endswith("layers.0.weight")})
+        return found
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if self.change == "hook":
+            checkpoint["state_dict"] = weights = copy.deepcopy(checkpoint["state_dict"])
+            for shard in getattr(weights["layers.0.weight"], "local_shards", list)():
+                shard.tensor.zero_()
+            if hasattr(weights["layers.0.weight"], "to_local"):
+                weights["layers.0.weight"].to_local().zero_()
+        elif self.change == "settings":
+            groups = [[{**group, "eps": 0.5} for group in state["param_groups"]] for state in states]
+            checkpoint["optimizer_states"] = [{**one, "param_groups": g} for one, g in zip(states, groups, strict=True)]
+        elif self.change == "dropped":
+            checkpoint["optimizer_states"] = []
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        for self.change in ("same", "override", "hook", "settings", "dropped"):
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{self.change}.ckpt")
+        self.change = ""
+
+
+class ShardedSavesOwn(SavesOwn, ShardedNet):
+    """The same in shards of FSDP2."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # Lightning calls functions that torch has deprecated
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_users_directory_that_hooks_change_is_refused(kind: str, tmp_path: Path) -> None:
+    """What a hook or a ``state_dict`` changes or drops there is named, or it continues; nothing is exact silently."""
+
+    def fit(name: str, ckpt_path: Path | None = None, **options: Any) -> str:
+        def main(rank: int) -> None:
+            limits = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+            if kind == "fsdp1":
+                users = {"module": SavesOwn(), "strategy": Fsdp1OnCpu(state_dict_type="sharded")}
+            else:
+                users = {"module": ShardedSavesOwn(), "strategy": fsdp2()}
+            ours = FaultTolerance(tmp_path / name, run_id=name, **options)
+            fit_net([ours], tmp_path, train=shuffled(), devices=2, ckpt_path=ckpt_path, **users, **limits)
+
+        return run_group(main, num_ranks=2, directory=tmp_path)[1]
+
+    fit("first")
+    weight, optimizer = (
+        r"exactly: layers\.0\.weight: a hook .* or a state_dict has changed it",
+        "settings of optimizer 0: ",
+    )
+    lines = {
+        "same": "Resumed exactly",
+        "override": weight if kind == "fsdp1" else "Resumed exactly",
+        "hook": weight,
+        "settings": optimizer,
+        "dropped": r"CheckpointError: .*dropped\.ckpt can't be loaded: .*optimizer_0.* If a hook",
+    }
+    for name, line in lines.items():
+        output = fit(name, tmp_path / f"{name}.ckpt")
+        assert re.search(line, output), output
+        assert ("Resumed exactly" in output) == (line == "Resumed exactly"), output
+    output, _, _ = fit("lax", tmp_path / "settings.ckpt", strict=False).partition("--- rank 1")
+    assert re.search(f"Resumed NOT EXACTLY .*\n.*\n.*\n +NOT EXACT {optimizer}", output), output

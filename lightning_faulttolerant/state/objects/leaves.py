@@ -124,7 +124,8 @@ def found_class(name: str, graph: Graph) -> type | None:
     if known is not None:
         return known
     found = _found(name)
-    return found if isinstance(found, type) and not _runs_code(found) else None
+    # The deletion of an object must not run code of its class.
+    return found if isinstance(found, type) and not hasattr(found, "__del__") else None
 
 
 def found_progress_bar(name: str) -> Callable[..., object] | None:
@@ -161,11 +162,6 @@ def _found(name: str) -> object:
         found = found.__func__
     root = (getattr(found, "__module__", None) or "").partition(".")[0]
     return None if root in _PYTHONS - {"math"} else found
-
-
-def _runs_code(kind: type) -> bool:
-    """Return whether an object of this class runs its own code when it is deleted."""
-    return hasattr(kind, "__del__")
 
 
 def _is_harmless(found: Any, module_name: str) -> bool:

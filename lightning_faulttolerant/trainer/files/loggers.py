@@ -315,7 +315,7 @@ class MetricsFile:
     def _write(self, text: str) -> None:
         if not text:
             self._file_system.rm_file(self.path)
-        elif _is_local(self._file_system):
+        elif type(self._file_system).__name__ == "LocalFileSystem":
             atomic_write_bytes(text.encode(), self.path)
         else:
             atomic_write_bytes(text.encode(), self._file_system.unstrip_protocol(self.path))
@@ -324,7 +324,3 @@ class MetricsFile:
         if self._file_system.isfile(self.path):
             with self._file_system.open(self.path, "r", newline="", encoding="utf-8") as file:
                 yield from csv.reader(file)
-
-
-def _is_local(file_system: object) -> bool:
-    return type(file_system).__name__ == "LocalFileSystem"

@@ -315,6 +315,8 @@ def load_checkpoint(
     part = (choice.part or part_of(choice.path)) if loads_itself else None
     without = [] if part is None else part.get(WITHOUT_STATE, [])
     with contextlib.ExitStack() as stack:
+        if part is not None:
+            stack.enter_context(_explained(str(choice.path)))
         if choice.path is not None:
             stack.enter_context(changed_in_place(trainer))
             stack.enter_context(loadable(trainer, without))
@@ -325,6 +327,17 @@ def load_checkpoint(
             if reason is not None:
                 stack.enter_context(safely_unpickled(choice.path, reason))
         load(choice.path)
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, _torchs_exception()) as error:
+        raise CheckpointError(
+            f"{path} can't be loaded: {error!r:.200}. If a hook (on_save_checkpoint) or a state_dict has left out "
+            "something, this strategy can't do without it: resume from an autosave, which has all, or let them keep it."
+        ) from error
 
 
 def reshard(trainer: Trainer) -> None:

@@ -89,7 +89,7 @@ def fetched(strategy: Strategy, url: str) -> Iterator[None]:
             with files_of_shards(files), _own_path(strategy, local):
                 return load(local, **arguments)
 
-        with _replaced(strategy, "load_checkpoint", load_fetched):
+        with replaced(strategy, "load_checkpoint", load_fetched):
             yield
 
 
@@ -101,13 +101,14 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
     def keep_path(value: object, *arguments: Any, **more: Any) -> object:
         return value if value == path else broadcast(value, *arguments, **more)
 
-    with _replaced(strategy, "broadcast", keep_path):
+    with replaced(strategy, "broadcast", keep_path):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(strategy: Strategy, name: str, function: Callable[..., object]) -> Iterator[None]:
-    own = vars(strategy)
+def replaced(owner: object, name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Within the block, let an object have another method."""
+    own = vars(owner)
     before = own.get(name)
     own[name] = function
     try:

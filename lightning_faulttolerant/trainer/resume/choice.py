@@ -371,7 +371,7 @@ def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
     is a file that is damaged, or that ``weights_only=True`` refuses: the fit would fail at each start.
     """
     try:
-        if _is_unfinished(path):
+        if not is_url(path) and os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA_NAME)):
             raise CheckpointError(f"It has no {METADATA_NAME}: it is not complete.")
         theirs, is_refused = _content_of(path)
         part = theirs.get(KEY)
@@ -398,11 +398,6 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
         with open_file(path) as file:
             content: Mapping[str, object] = read_summary(file, name=path).content
         return content, True
-
-
-def _is_unfinished(path: str) -> bool:
-    """Return whether a checkpoint is a directory of shards without the file that Lightning writes last."""
-    return not is_url(path) and os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA_NAME))
 
 
 def _damage_of(path: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -21,7 +22,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.state.reachable import names_in_libraries
 from lightning_faulttolerant.state.tensors import is_readable, mark_of, sums_of_bits, weights_of
 from lightning_faulttolerant.trainer import compat
@@ -210,9 +210,9 @@ def _sums(values: Mapping[Path, object]) -> dict[Path, _Sum]:
     return {path: (tensor.dtype, sums[str(number)]) for number, (path, tensor) in enumerate(tensors.items())}
 
 
-WEIGHTS: Final = "weights"
-"""The key of `sums_of_states` for weights that a strategy loads before the hooks of users."""
+_WEIGHTS: Final = "weights"
 _LEN_OF_KEY = 5  # optimizers, a number, param_groups, a number, and a key
+_OF_FSDP = "_fsdp_wrapped_module."
 _LOAD_HOOK = "on_load_checkpoint"
 _CHECKPOINT, _TRAINING, _CALLBACKS = "checkpoint", "training", "callbacks"
 
@@ -319,7 +319,7 @@ class RestoredState:
             lambda: held, keep=lambda path: len(path) == 1 or path[1] in names[path[0]]
         )
         if not self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded them
-            self._parts[WEIGHTS] = LoadedValues(lambda: weights_of(self._trainer.lightning_module))
+            self._parts[_WEIGHTS] = LoadedValues(lambda: weights_of(self._trainer.lightning_module))
 
     def note_optimizers(self) -> None:
         """Note what Lightning has loaded, with the user's own masks. The last call counts: a finder loads others."""
@@ -340,7 +340,7 @@ class RestoredState:
             created: How the optimizers of the run were created, if the checkpoint says so.
         """
         groups = [one["groups"] for one in (created or {}).get("optimizers", ())]
-        readers = {WEIGHTS: self._of_weights, _TRAINING: self._of_optimizers}
+        readers = {_WEIGHTS: lambda path: self._read()["state_dict"].get(path[0]), _TRAINING: self._of_optimizers}
         for part, values in self._parts.items():
             changed = values.changed()
             # The object state knows which of the user's own values continue: those that training has changed.
@@ -360,9 +360,6 @@ class RestoredState:
             return False
         _, number, _, group, key = path
         return any(key not in groups[group] for groups in created[number : number + 1] if group < len(groups))
-
-    def _of_weights(self, path: Path) -> object:
-        return self._read()["state_dict"].get(path[0])
 
     def _of_optimizers(self, path: Path) -> object:
         kind, number, place, *rest = path
@@ -411,7 +408,7 @@ def rewritten_in(checkpoint: Mapping[str, Any], trainer: Trainer) -> list[str]:
     return [name for name, one in live.items() if not _marks(dumped.get(name)) <= _marks(one)]
 
 
-_STATES = {"optimizers": "optimizer_states", "schedulers": "lr_schedulers", "callbacks": "callbacks", WEIGHTS: WEIGHTS}
+_STATES = {"optimizers": "optimizer_states", "schedulers": "lr_schedulers", "callbacks": "callbacks"}
 
 
 def sums_of_states(checkpoint: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -420,27 +417,50 @@ def sums_of_states(checkpoint: Mapping[str, Any]) -> dict[str, list[int]]:
     for kind, key in _STATES.items():
         states = checkpoint.get(key) or ()
         for name, state in states.items() if isinstance(states, dict) else enumerate(states):
-            values = dict(_walk(state, lambda path: True))
-            sums = _sums(values)
-            leaves = [(path, sums.get(path, one)) for path, one in values.items() if not isinstance(one, _CONTAINERS)]
-            found[f"{kind} {name}"] = [len(leaves), zlib.crc32(repr(leaves).encode())]
+            found[f"{kind} {name}"] = _sum_of(state)
     return found
 
 
-def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]], path: str) -> list[str]:
+def _sum_of(state: object) -> list[int]:
+    values = dict(_walk(state, lambda path: True))
+    sums = _sums(values)
+    leaves = [(path, sums.get(path, one)) for path, one in values.items() if not isinstance(one, _CONTAINERS)]
+    return [len(leaves), zlib.crc32(repr(leaves).encode())]
+
+
+IN_SHARDS: Final = "in_shards"
+"""The result of `sums_of_shards`, in the state of a rank."""
+
+
+def sums_of_shards(trainer: Trainer) -> dict[str, list[int]]:
+    """Return sums, as `sums_of_states` does, of each weight and its states in optimizers: of this rank's parts of them.
+
+    Without a strategy that shards, nothing is returned.
+    """
+    if not has_shards(trainer.strategy):
+        return {}
+    found: dict[str, object] = {}
+    for number, one in enumerate(trainer.optimizers):  # a load may add settings, and make a list of a tuple
+        settings = [[group.get(key) for key in one.defaults] for group in one.param_groups]
+        found[f"settings of optimizer {number}"] = json.dumps(settings, default=str)
+    for name, weight in trainer.lightning_module.named_parameters():
+        found[name] = weight
+        found[f"optimizers of {name}"] = [dict(sorted(one.state.get(weight, {}).items())) for one in trainer.optimizers]
+    return {name.replace(_OF_FSDP, ""): _sum_of([one]) for name, one in found.items()}
+
+
+def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]], trainer: Trainer) -> list[str]:
     """Return a line for each state that a hook has changed in a checkpoint of the user's, after our part was made.
 
     Args:
         checkpoint: The checkpoint as it was loaded.
-        saved: The result of `sums_of_states` for what Lightning saved.
-        path: The file.
+        saved: The sums of what Lightning saved, and of what this rank had in shards.
+        trainer: The trainer. A strategy that shards has loaded its weights and optimizers.
     """
-    if f"{WEIGHTS} 0" in saved:  # the strategy has taken them out
-        checkpoint = {**checkpoint, WEIGHTS: [load_path(path)["state_dict"]]}
-    now = sums_of_states(checkpoint)
+    now = {**sums_of_states(checkpoint), **sums_of_shards(trainer)} if saved else {}
     return [
-        f"{name}: a hook (on_save_checkpoint) has changed it, and the checkpoint holds {now.get(name, [0])[0]} of "
-        f"{first[0]} values; resume from an autosave, which has all, or let the hook keep them"
+        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it, and the checkpoint holds "
+        f"{now.get(name, [0])[0]} of {first[0]} values; resume from an autosave, which has all, or let them keep it"
         for name, first in saved.items()
         if now.get(name) != first
     ]

@@ -34,10 +34,11 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import BUFFERS, SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
-from lightning_faulttolerant.trainer.resume.loaded import changed_states
+from lightning_faulttolerant.trainer.resume.loaded import IN_SHARDS, changed_states
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups, changed_in_place
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
@@ -182,7 +183,10 @@ class Restoring:
             load()
         loaded, part, path = compat.loaded_checkpoint(self._trainer), choice.part, str(choice.path)
         self._trust.restore(loaded, None if part is None else part.get(PICKLED), path)
-        resume.admit(changed_states(loaded, {} if part is None else part.get("sums", {}), path))
+        sums = {} if part is None else part.get("sums", {})
+        if part is not None and part["world_size"] != self._trainer.world_size and has_shards(self._trainer.strategy):
+            resume.notes.append("weights and optimizers are not compared: the ranks that saved had other shards")
+        resume.admit(changed_states(loaded, {**sums, **resume.saved(IN_SHARDS)}, self._trainer))
         resume.prepare(loaded)
         self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
         if resume.position is not None and part is not None and "state_dict" in loaded:

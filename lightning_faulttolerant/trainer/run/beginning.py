@@ -72,14 +72,11 @@ def _continue(files: RunFiles, run: RunDirectory, choice: Choice) -> None:
         return
     # A finished fit must not drop what a later fit has logged to the same files.
     # Nor must an evaluation that ended by an exception which the script caught.
-    later = run.later_autosaves() if _is_finished(part) or _is_of_evaluation(part) else []
+    position = TrainerPosition.from_state_dict(part["position"])
+    later = run.later_autosaves() if position.is_finished or position.is_of_evaluation else []
     own = choice.path if choice.is_autosave else choice.autosave
     files.resume_loggers(written, later=[_written(part_of(path)) for path in later], autosave=own or "")
     files.continues = True
-
-
-def _is_of_evaluation(part: CheckpointPart) -> bool:
-    return TrainerPosition.from_state_dict(part["position"]).is_of_evaluation
 
 
 def _is_finished(part: CheckpointPart | None) -> bool:

@@ -66,7 +66,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     without_shards,
     without_state,
 )
-from lightning_faulttolerant.trainer.resume.loaded import WEIGHTS, rewritten_in, sums_of_states
+from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
@@ -226,7 +226,7 @@ class HookSaves:
         named = named_callbacks(compat.callbacks(self._trainer))
         order: list[tuple[str, object]] = [*named.items(), (MODULE, module)]
         if hook == "on_train_epoch_end":  # here Lightning calls callbacks that watch a metric last
-            order.sort(key=lambda item: _watches_metrics(item[1]))
+            order.sort(key=lambda item: isinstance(item[1], (EarlyStopping, Checkpoint)))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         pending, lost = [], []
         if self._run_state.files.saves_in_its_hook(saver):
@@ -262,11 +262,6 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
         for name, function in list(getattr(kind, "__dict__", {}).items())
         if type(function) is types.FunctionType and is_users_function(function)
     )
-
-
-def _watches_metrics(callback: object) -> bool:
-    """Return whether Lightning calls this callback's ``on_train_epoch_end`` after the module's."""
-    return isinstance(callback, (EarlyStopping, Checkpoint))
 
 
 class CheckpointContents:
@@ -317,10 +312,7 @@ class CheckpointContents:
         if part is not None:
             checkpoint[KEY] = part
             part["behind"], part["inexact"] = list(save.pending), list(inexact)
-            saved = without_shards(dumped) if self._is_sharded else dumped
-            if has_hooks and has_shards(self._trainer.strategy) and not self._is_sharded:
-                saved = {**saved, WEIGHTS: [saved["state_dict"]]}
-            part["sums"] = sums_of_states(saved)
+            part["sums"] = sums_of_states(without_shards(dumped) if has_shards(self._trainer.strategy) else dumped)
             states = checkpoint.get(_SCHEDULERS, [])
             if save.instead is not None:
                 part["instead"] = {**save.instead}

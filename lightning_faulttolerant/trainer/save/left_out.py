@@ -7,8 +7,10 @@ that a hook drops stays in our autosaves.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -23,6 +25,8 @@ from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.patches import Method
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.ranks.stored_shards import replaced
+from lightning_faulttolerant.trainer.resume.loaded import IN_SHARDS, sums_of_shards
 
 _WEIGHTS: Final = "state_dict"
 
@@ -50,14 +54,14 @@ class LeftOut:
             reshard(self._trainer)
             self._first = tensors.sums_of_bits(_readable(self._module))
 
-    def found(self, weights: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return what some saved weights lack: what has changed, and sums of the rest, by name.
+    def found(self, weights: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, Mapping[str, object]]]:
+        """Return what some saved weights lack and training has changed, and sums of the rest for the state of a rank.
 
         Args:
             weights: The weights in a checkpoint.
         """
         if isinstance(self._trainer.strategy, FSDPStrategy):
-            return {}, {}  # it can't save without one of its weights
+            return {}, {IN_SHARDS: sums_of_shards(self._trainer)}  # it can't save without one of its weights
         if has_shards(self._trainer.strategy):  # this rank's parts: the checkpoint may have all of them, on rank 0
             weights = self._module.state_dict()
         own = _readable(self._module)
@@ -69,7 +73,9 @@ class LeftOut:
         if not all(map(is_constant, copies.values())):
             self.carry(copies)  # code that copies weights at a start would copy later ones in a resumed run
         sums = {name: total for name, total in tensors.sums_of_bits(left).items() if first.get(name) == total}
-        return {name: one.detach() for name, one in left.items() if name not in sums}, sums
+        carried = {name: one.detach() for name, one in left.items() if name not in sums}
+        in_shards = {name: one for name, one in sums_of_shards(self._trainer).items() if name not in carried}
+        return carried, {**({LEFT_OUT: sums} if sums else {}), **({IN_SHARDS: in_shards} if in_shards else {})}
 
     def carry(self, names: Iterable[str]) -> None:
         """Carry these weights always: the checkpoint that the fit continues from carries them."""
@@ -95,7 +101,11 @@ class LeftOut:
         Args:
             has_hooks: Whether users have hooks that are called for the checkpoint.
         """
-        checkpoint: dict[str, Any] = compat.dump_checkpoint(self._trainer)
+        with contextlib.ExitStack() as stack:
+            for one in self._module.modules() if isinstance(self._trainer.strategy, FSDPStrategy) else ():
+                if type(one).state_dict is not torch.nn.Module.state_dict:
+                    stack.enter_context(replaced(one, "state_dict", partial(_with_weights, one)))
+            checkpoint: dict[str, Any] = compat.dump_checkpoint(self._trainer)
         first = self.take_dumped()
         if not has_hooks:
             return checkpoint
@@ -118,6 +128,12 @@ class LeftOut:
             "it with the same values at each start, or save it"
             for name in others
         ]
+
+
+def _with_weights(module: torch.nn.Module, **arguments: Any) -> object:
+    """Call a ``state_dict`` of the user's, and put the weights back that it changes. FSDP gives it a destination."""
+    type(module).state_dict(module, **arguments)
+    return torch.nn.Module.state_dict(module, **arguments)
 
 
 def _with_dropped(now: Any, first: Any) -> Any:

@@ -104,16 +104,12 @@ class Outage:
         if self._speaks:
             _log.warning(
                 "Autosaves can be written again. For %.0f seconds nothing could be saved (%s).",
-                until - self._since, _tries(num_failures),
+                until - self._since, "1 try" if num_failures == 1 else f"{num_failures} tries",
             )  # fmt: skip
         self._tell(until, num_failures)
 
     def _tell(self, until: float | None, num_failures: int) -> None:
         self._history.unsaved(since=self._since, until=until, tries=num_failures, text=self._text)
-
-
-def _tries(number: int) -> str:
-    return "1 try" if number == 1 else f"{number} tries"
 
 
 class StepCount:

@@ -66,7 +66,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
 from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
-from lightning_faulttolerant.trainer.save.left_out import LEFT_OUT, LeftOut
+from lightning_faulttolerant.trainer.save.left_out import LeftOut
 from lightning_faulttolerant.trainer.settings import Options
 
 
@@ -310,7 +310,7 @@ class RunState:
         if not (carried or sums):
             return state
         carried = {name: captured.get(name, one) for name, one in carried.items()}
-        return {**state, LEFT_OUT: sums, "buffers": {**state["buffers"], **carried}}
+        return {**state, **sums, "buffers": {**state["buffers"], **carried}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
         """Restore the parts in `state`.
