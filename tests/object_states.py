@@ -43,8 +43,7 @@ each_fault = pytest.mark.parametrize(
 
 
 def assert_carried(
-    fault: Callback,
-    *,
+    *faults: Callback,
     module: Callable[[], LightningModule] = Net,
     users: Callable[[], list[Callback]] = list,
     train: Callable[[], Any] | None = None,
@@ -62,7 +61,7 @@ def assert_carried(
             **arguments,
         )
 
-    assert_resumes_exactly(fit, [fault], options=EVERY_STEP, without=without)
+    assert_resumes_exactly(fit, faults, options=EVERY_STEP, without=without)
 
 
 def assert_carried_and_needed(module: Callable[[], LightningModule]) -> None:

@@ -70,7 +70,19 @@ def test_cache_is_filled_again(fault: Callback, dataset: type[CachesSamples]) ->
     assert_carried(fault, train=lambda: loader(dataset()))
 
 
+class Filled(CachesNoise):
+    """Has all samples in the cache before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.cache = [row.repeat(1_000) + torch.rand((), generator=draws) for row in self.rows]
+
+
 def test_cache_of_random_samples_is_refused() -> None:
-    """A cache whose entries are drawn is state: a resume without it is refused."""
-    with pytest.raises(NotTheSame, match=r"cache of a worker: more than 64 kB"):
+    """A cache whose entries are drawn is state: a resume without it is refused. The remedies of the message help."""
+    remedies = "fill it before fit, let its values depend only on the index of a sample, or pass num_workers=0"
+    with pytest.raises(NotTheSame, match=rf"cache of a worker: more than 64 kB have changed; {remedies}"):
         assert_carried(KillAt(8), train=lambda: loader(CachesNoise()))
+    assert_carried(KillAt(8), KillAt(1), train=lambda: loader(Filled()))
+    assert_carried(KillAt(8), KillAt(1), train=lambda: DataLoader(CachesNoise(), batch_size=4, shuffle=True))
