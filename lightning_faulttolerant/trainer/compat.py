@@ -374,14 +374,15 @@ def starts_over(trainer: Trainer) -> bool:
     return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
 
 
-def validation_is_set_up(trainer: Trainer) -> bool:
-    """Return whether the validation loaders have been requested."""
-    return trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+def are_set_up(trainer: Trainer, *, for_training: bool) -> bool:
+    """Return whether the loaders have been requested, and no finder has removed them since."""
+    loop = trainer.fit_loop if for_training else trainer.fit_loop.epoch_loop.val_loop
+    return loop._combined_loader is not None
 
 
 def set_up_validation(trainer: Trainer) -> None:
     """Request the validation loaders, as the sanity check does. A restart skips that check."""
-    if not validation_is_set_up(trainer):
+    if not are_set_up(trainer, for_training=False):
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True

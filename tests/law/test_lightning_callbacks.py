@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
@@ -23,6 +24,7 @@ from lightning.pytorch.callbacks import (
     timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.utils.data import DataLoader
 from torchmetrics import RunningMean
 
 from lightning_faulttolerant import FaultTolerance
@@ -30,9 +32,10 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.adapters import compat as adapters
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.callbacks import Clock, Unfreezing
+from tests.data_sets import NoisyDataset
 from tests.modules import Backbone, PlainNet
 from tests.processes import run
-from tests.runs import Net, RaiseAt, assert_exact, eight_batches, fit_eight, fit_net
+from tests.runs import Net, RaiseAt, assert_exact, eight_batches, fit_eight, fit_net, make_trainer
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -310,3 +313,53 @@ def test_a_learning_rate_finder_at_two_epochs(tmp_path: Path) -> None:
 
     [*costs] = assert_resumes_exactly(fit, [KillAt(8), KillAt(3)], options=EVERY_STEP)
     assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 3)]
+
+
+class FindsSizeAtEpochs(BatchSizeFinder):
+    """Looks for a batch size at the start of its epochs, as in Lightning's guide."""
+
+    def __init__(self, *epochs: int) -> None:
+        super().__init__(mode="power", steps_per_trial=2, max_trials=2)
+        self.epochs = epochs
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch in self.epochs:
+            self.scale_batch_size(trainer, pl_module)
+
+
+class Sized(Net):
+    """Creates its loader with a batch size that a finder sets."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(64), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(16), batch_size=4)
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning")
+@pytest.mark.parametrize(
+    ("finder", "reload_every"),
+    [
+        (lambda: BatchSizeFinder(mode="power", steps_per_trial=2, max_trials=2), 0),
+        (lambda: FindsSizeAtEpochs(0, 2), 0),
+        (lambda: FindsSizeAtEpochs(0, 2), 1),
+    ],
+    ids=["at the start", "at epochs", "at epochs, with reloads"],
+)
+def test_a_batch_size_finder(finder: Any, reload_every: int) -> None:
+    """The loader is that of the size found, and the limits of the search are not those of the fit."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        limits = {"limit_train_batches": 5, "reload_dataloaders_every_n_epochs": reload_every}
+        trainer = make_trainer([finder(), *callbacks], directory, max_epochs=3, **limits)
+        trainer.fit(Sized())
+        return trainer
+
+    [*costs] = assert_resumes_exactly(fit, [KillAt(3), KillAt(4)], options=EVERY_STEP)
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 3), (1, 2)]

@@ -78,7 +78,7 @@ class Reloads:
             compat.set_up_validation(self._trainer)
         self._stage, self._num_asked = stage, 0
         self._repeated = self._to_repeat.pop(stage, None)
-        if self._every > 0:
+        if self._every > 0 or compat.finders(self._trainer):
             self._begin(stage)
         try:
             with self._inputs.as_in(self._repeated):
@@ -95,7 +95,9 @@ class Reloads:
             self._changes = self._repeated["objects"]
             if self._changes:
                 self._state.load_state_dict(self._changes)  # missing parts are reported when everything is restored
-        elif self._trainer.current_epoch - compat.reload_epochs(self._trainer)[stage == VALIDATION] >= self._every:
+            return
+        num_epochs = self._trainer.current_epoch - compat.reload_epochs(self._trainer)[stage == VALIDATION]
+        if 0 < self._every <= num_epochs or not compat.are_set_up(self._trainer, for_training=stage == TRAIN):
             changes = self._state.state_dict()
             self._changes = changes if changes[NODES] else {}
 

@@ -342,7 +342,7 @@ def _trainer_state(trainer: Trainer) -> dict[str, object]:
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "num_training_batches": trainer.num_training_batches,
         "val_check_batch": getattr(trainer, "val_check_batch", None),
-        "validation_is_set_up": compat.validation_is_set_up(trainer),
+        "validation_is_set_up": compat.are_set_up(trainer, for_training=False),
         "reload_epochs": compat.reload_epochs(trainer),
         "seen_validation_batches": compat.seen_validation_batches(trainer),
         **{name: getattr(trainer.strategy.model, name) for name in _of_ddp(trainer)},
