@@ -63,8 +63,7 @@ class Reloads:
 
     @property
     def _every(self) -> int:
-        num_epochs: int = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]  # set by helper
-        return num_epochs
+        return self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined, no-any-return]
 
     def resume_from(self, last: Mapping[str, Any]) -> None:
         """Repeat these requests, the value of `last` in a checkpoint, when the loaders are requested next."""

@@ -137,8 +137,7 @@ class Schedulers:
 
 
 def _state_of(value: Any) -> Any:
-    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return value.state_dict() if has_state else attributes(value)
+    return value.state_dict() if hasattr(value, "load_state_dict") else attributes(value)
 
 
 def _is_name(value: object) -> bool:

@@ -74,7 +74,6 @@ from lightning_faulttolerant.trainer.sections import OwnTimes
 _log = logging.getLogger(__name__)
 
 _OURS = "lightning_faulttolerant."
-_SCHEDULERS = "lr_schedulers"
 
 
 def overrides_save_hook(trainer: Trainer) -> bool:
@@ -313,7 +312,7 @@ class CheckpointContents:
             checkpoint[KEY] = part
             part["behind"], part["inexact"] = list(save.pending), list(inexact)
             part["sums"] = sums_of_states(without_shards(dumped) if has_shards(self._trainer.strategy) else dumped)
-            states = checkpoint.get(_SCHEDULERS, [])
+            states = checkpoint.get("lr_schedulers", [])
             if save.instead is not None:
                 part["instead"] = {**save.instead}
             elif (plain := self._run_state.schedulers.plain(states)) is not states:
@@ -347,7 +346,7 @@ class CheckpointContents:
         finally:
             self.is_dumping = False
         rewritten = rewritten_in(checkpoint, self._trainer)
-        checkpoint[_SCHEDULERS] = self._run_state.schedulers.plain(checkpoint[_SCHEDULERS])
+        checkpoint["lr_schedulers"] = self._run_state.schedulers.plain(checkpoint["lr_schedulers"])
         make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
