@@ -182,6 +182,20 @@ def validates(directory: Path, *faults: Callback, has_list: bool, strict: bool) 
     return ended.output
 
 
+class Seen(NoisyDataset):
+    """May count what it has loaded."""
+
+    def __init__(self, *, has_list: bool) -> None:
+        super().__init__(40)
+        if has_list:
+            self.seen = [0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        if hasattr(self, "seen"):
+            self.seen[0] += 1
+        return super().__getitem__(index)
+
+
 class KillAtValidated(Callback):
     """Kills the process in a batch of a validation run."""
 
@@ -243,3 +257,23 @@ def test_what_is_not_exact_is_inherited(
         line = rf"NOT EXACT since it resumed {place}: without module\.counts: it no longer exists"
         assert len(re.findall(line, report)) == is_lost, output
         assert report.startswith("Resumed NOT EXACTLY" if is_lost else "Resumed exactly"), output
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_a_worker_of_an_evaluation_loses_is_in_the_report(is_lost: bool, tmp_path: Path) -> None:
+    """A worker tells it only when it begins, after the report was printed."""
+
+    def start(*faults: Callback, has_list: bool) -> str:
+        def main() -> None:
+            ours = FaultTolerance(tmp_path, run_id="run", train_time_interval=timedelta(microseconds=1), strict=False)
+            loader = DataLoader(Seen(has_list=has_list), batch_size=4, num_workers=1)
+            make_trainer([ours, *faults], tmp_path).validate(Net(), loader, verbose=False)
+            print(ours.resume_report)
+
+        return run(main).output
+
+    start(KillAtValidated(3), has_list=True)
+    output = start(has_list=not is_lost)
+    report = output[output.rindex("Resumed ") :]
+    assert ("NOT EXACT A worker continues without dataset.seen: it no longer exists" in report) == is_lost, output
+    assert report.startswith("Resumed NOT EXACTLY" if is_lost else "Resumed exactly"), output

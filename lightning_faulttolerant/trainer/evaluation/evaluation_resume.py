@@ -48,7 +48,7 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
-from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all, still_exact
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
@@ -332,7 +332,13 @@ class EvaluationResume:
         self._predictions = predictions
         self._comparison = Comparison(saved.path, strict=False, is_elastic=False, warns=False)
         self._patches = patches
-        self.report: ResumeReport | None = None
+        self._report: ResumeReport | None = None
+        self._reasons: tuple[str, ...] = ()
+
+    @property
+    def report(self) -> ResumeReport | None:
+        """The report, updated with anything that has since turned out not to be exact."""
+        return self._report and self._report.as_known_now(self._reasons, self._loaders.exactness.reasons)
 
     @property
     def position(self) -> TrainerPosition:
@@ -461,17 +467,15 @@ class EvaluationResume:
         self._loaders.resumed()
         position, others = self.position, self._saved.other_ranks
         reasons = [*self._not_exact, *(() if others is None else others.not_exact)]
-        not_exact, objects = of_all(self._saved.ranks, reasons, self._run_state.objects_not_restored)
-        parts = [TITLES[name] for name in TITLES if name in self._saved.state]
-        self.report = ResumeReport(
+        self._reasons, objects = of_all(self._saved.ranks, reasons, self._run_state.objects_not_restored)
+        self._report = ResumeReport(
             path=self._saved.path,
             position=str(position),
             epoch=position.epoch,
             batch=position.batch,
             global_step=position.global_step,
             num_validated=position.validation_batch,
-            exact=still_exact(parts, not_exact, loaders=(), objects=objects),
-            not_exact=not_exact,
+            exact=tuple(TITLES[name] for name in TITLES if name in self._saved.state),
             objects=objects,
             inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
             notes=(

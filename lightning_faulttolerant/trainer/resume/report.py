@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
@@ -31,22 +31,6 @@ def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
     """Return reasons of each kind: on rank 0 those of all ranks, on the others their own; a collective."""
     gathered = ranks.to_first("reasons", reasons) or [reasons]
     return [tuple(dict.fromkeys(one for kind in kinds for one in kind)) for kinds in zip(*gathered, strict=True)]
-
-
-def still_exact(
-    parts: Iterable[str], not_exact: Collection[str], *, loaders: Collection[str], objects: Collection[str]
-) -> tuple[str, ...]:
-    """Return those of the restored parts that no reason is about.
-
-    Args:
-        parts: The restored parts, by their names in a report.
-        not_exact: The reasons why something is not exact.
-        loaders: The reasons among them that come from loaders.
-        objects: The object state that was not restored.
-    """
-    lost = {part for part, pattern in _ABOUT.items() if any(re.match(pattern, reason) for reason in not_exact)}
-    lost |= ({ORDER} if loaders else set()) | ({OBJECTS} if objects else set())
-    return tuple(part for part in parts if part not in lost and not any(r.startswith(part) for r in not_exact))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +84,14 @@ class ResumeReport:
         """Why later resumes of the run are not exact. A run may begin with a checkpoint that has no part of ours."""
         own = (line for line in self._own if line != NO_PART)
         return [*self.inherited, *(f"since it resumed {self.position}: {line}" for line in own)]
+
+    def as_known_now(self, not_exact: Collection[str], loaders: Collection[str]) -> ResumeReport:
+        """Return the report with all reasons that are known now, those of loaders apart: a worker may tell late."""
+        reasons = (*not_exact, *loaders)
+        lost = {part for part, pattern in _ABOUT.items() if any(re.match(pattern, reason) for reason in reasons)}
+        lost |= ({ORDER} if loaders else set()) | ({OBJECTS} if self.objects else set())
+        exact = (part for part in self.exact if part not in lost and not any(one.startswith(part) for one in reasons))
+        return replace(self, exact=tuple(exact), not_exact=reasons)
 
     @classmethod
     def load(cls, fields: Mapping[str, object] | None) -> ResumeReport | None:

@@ -40,7 +40,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all, still_exact
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -455,13 +455,8 @@ class Resume:
     @property
     def report(self) -> ResumeReport | None:
         """The report, updated with anything that has since turned out not to be exact: a worker may report late."""
-        return self._report and self._as_known_now(self._report)
-
-    def _as_known_now(self, report: ResumeReport) -> ResumeReport:
-        loaders = self._loaders.exactness.reasons
-        not_exact = (*self._differences.all.not_exact, *loaders)
-        exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
-        return replace(report, exact=exact, not_exact=not_exact)
+        reasons = self._differences.all.not_exact
+        return self._report and self._report.as_known_now(reasons, self._loaders.exactness.reasons)
 
     def settle(self, *, without: tuple[str, ...] = ()) -> None:
         """End the resume and report it.
