@@ -153,7 +153,6 @@ class CheckpointPart(_Saved, total=False):
     """Our part of a checkpoint: an autosave of a fit, one of an evaluation, or a checkpoint that other code saves."""
 
     # Each fit.
-    parts: list[str]
     optimizers_without_state: list[int]
     # Each with several ranks.
     states: SavedStates

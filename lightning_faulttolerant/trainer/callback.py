@@ -170,7 +170,9 @@ class FaultTolerance(AnyCallback):
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # Options checks it
             hang=hang,
             hang_timeout=hang_timeout,
-            **_with_defaults(overhead_budget, trust_autosaves),
+            overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
+            has_own_budget=overhead_budget is not None,
+            trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
         self._set_up()
 
@@ -362,11 +364,3 @@ class FaultTolerance(AnyCallback):
             )
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
-
-
-def _with_defaults(overhead_budget: float | None, trust_autosaves: bool | None) -> dict[str, Any]:
-    return {
-        "overhead_budget": DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
-        "has_own_budget": overhead_budget is not None,
-        "trust_autosaves": read_trust() if trust_autosaves is None else trust_autosaves,
-    }

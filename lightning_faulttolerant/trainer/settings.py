@@ -25,7 +25,7 @@ from typing import TypeVar, get_args, get_origin, get_type_hints
 from lightning_faulttolerant.errors import OPTIONS_VARIABLE, SEPARATOR
 from lightning_faulttolerant.records.incidents import RULES, Rule
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
-from lightning_faulttolerant.records.requests import Skip, checked_skips, replay_requested
+from lightning_faulttolerant.records.requests import Skip, checked_skips
 from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.heartbeats import HANG_NAMES
@@ -385,9 +385,3 @@ def checked_resume_from(source: int | str | os.PathLike[str] | None) -> int | st
     if isinstance(source, PurePath) and _SPOILT_URL.match(text):
         raise ValueError(f"resume_from is {source!r}: Path removes a slash from a URL. Pass the URL as a string.")
     return os.path.abspath(os.path.expanduser(local_path(text)))
-
-
-def path_of_ledger(options: Options) -> str | None:
-    """Return the path of the ledger to write: that of the replay in one, else that of the run, if it has one."""
-    request = replay_requested()
-    return options.ledger if request is None else request.ledger

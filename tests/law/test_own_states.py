@@ -19,7 +19,17 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import HoldingDataset, NoisyCollate, NoisyDataset, StatefulStream, Stream, UnevenStream
-from tests.runs import Cut, Net, TwoLoaders, assert_continues, each_cut, each_num_workers, fit_net, make_trainer
+from tests.runs import (
+    LATER_SHORT_EPOCH,
+    Cut,
+    Net,
+    TwoLoaders,
+    assert_continues,
+    each_cut,
+    each_num_workers,
+    fit_net,
+    make_trainer,
+)
 
 pytestmark = [
     # torchdata 0.11 calls functions that torch 2.13 has deprecated.
@@ -442,3 +452,35 @@ def test_nothing_is_left_on_an_own_loader(tmp_path: Path) -> None:
     fit_net([FaultTolerance()], tmp_path, train=loader)
     assert type(loader) is Prefetching
     assert set(vars(loader)) == {"ahead", "next", "order"}
+
+
+class ReturnsItsAttributes(Callback):
+    """Returns all of its attributes as its state, as some do; Lightning has set ``log`` among them."""
+
+    def __init__(self, *, holds: bool = False) -> None:
+        self.holds = holds
+        self.num_batches = 0
+
+    def on_fit_start(self, trainer: Trainer, module: Net) -> None:  # type: ignore[override]
+        self.held = [module.layers[0].weight] if self.holds else []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_batches += 1
+        self.log("batches", float(self.num_batches))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
+
+
+def test_a_callback_that_returns_its_attributes() -> None:
+    """It logs to the live module after a resume, not to the copy that was saved with its state."""
+    assert_continues(LATER_SHORT_EPOCH, users=lambda: [ReturnsItsAttributes()])
+
+
+def test_a_callback_that_returns_a_weight_is_refused(tmp_path: Path) -> None:
+    """A resume would give it a copy of the weight."""
+    with pytest.raises(NotExactError, match=r"ReturnsItsAttributes#0.*: its state_dict returns the module or a part"):
+        fit_net([FaultTolerance(tmp_path), ReturnsItsAttributes(holds=True)], tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.settings import Options, checked_dirpath, path_of_ledger
+from lightning_faulttolerant.trainer.settings import Options, checked_dirpath
 
 DEFAULTS: dict[str, Any] = {
     "dirpath": None,
@@ -146,7 +146,7 @@ def test_tilde_is_the_home_directory(path: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("HOME", str(tmp_path))
     assert checked_dirpath(path) == str(tmp_path / "ft")
     monkeypatch.setenv("PL_FAULT_TOLERANT_LEDGER", str(path))
-    assert path_of_ledger(Options(**DEFAULTS)) == str(tmp_path / "ft")
+    assert Options(**DEFAULTS).ledger == str(tmp_path / "ft")
 
 
 def test_tilde_in_a_url_stays() -> None:

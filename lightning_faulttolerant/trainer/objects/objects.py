@@ -39,6 +39,7 @@ from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loader
 from lightning_faulttolerant.trainer.objects.roots import FIT_LOOP, Roots, made_at_epoch_start, rules_of
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.process import Registered
+from lightning_faulttolerant.trainer.resume.schedulers import lost_by_callbacks
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +83,6 @@ def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
 _HOOKS = ("on_load_checkpoint", "load_state_dict")
 STORES, RELOADS, DRAWN = "stores", "reloads", "drawn"
 _CALLBACK = re.compile(r"callbacks\['(.*?#\d+)'\]")
-
-
-NO_OBJECT_STATE = (
-    "object state: the checkpoint was written by a version of the package that did not save it. What training had"
-    " changed on plain attributes starts again"
-)
-"""The reason that a report gives for an old checkpoint."""
 
 
 def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
@@ -138,10 +132,12 @@ class _Baseline:
     Args:
         state: The state of the objects when training begins.
         structure: The modules of the model then; ``None`` if only registered state is saved.
+        lost: What callbacks can't carry in their own states, by path, with the reason.
     """
 
     state: ObjectState
     structure: Structure | None
+    lost: Mapping[str, str]
 
 
 class Objects:
@@ -232,7 +228,8 @@ class Objects:
             return self._baseline.state
         state = self._state_of(lambda: {**self._of_loaders(), **self._roots.all()})
         module = self._roots.module
-        self._baseline = _Baseline(state=state, structure=None if self._manual else Structure(module))
+        structure, lost = None if self._manual else Structure(module), lost_by_callbacks(module, self._roots.callbacks)
+        self._baseline = _Baseline(state=state, structure=structure, lost=lost)
         state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)
         self._sanity_check = _SanityCheck()
@@ -288,7 +285,7 @@ class Objects:
             )
             for path, reason in live.items()
         }
-        return {**found, **(baseline.structure.lost() if baseline.structure is not None else {})}
+        return {**found, **baseline.lost, **(baseline.structure.lost() if baseline.structure is not None else {})}
 
     def _replayed(self, current: ObjectState, lost: Mapping[str, str]) -> list[str]:
         """Return the paths of objects that reach the same place again when a loader is drawn from again."""

@@ -41,7 +41,7 @@ from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import IN_SHARDS, changed_states
 from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroups, changed_in_place
 from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
+from lightning_faulttolerant.trainer.resume.schedulers import Schedulers, restore_logs
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
@@ -237,6 +237,7 @@ class Restoring:
         self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
         with spikes_restored(self._trainer):
             original()
+        restore_logs(self._trainer)
         if self.resume is not None and self.resume.is_pending and self.resume.position is not None:
             load_left_out(self._trainer, self.resume.saved(BUFFERS))
             self.resume.restored.note_loaded()

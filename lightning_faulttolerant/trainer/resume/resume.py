@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +31,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.objects.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
+from lightning_faulttolerant.trainer.objects.objects import DRAWN, refuse_lost
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
@@ -188,17 +188,13 @@ class Resume:
         if FINGERPRINT in self._content.state:  # data sets may differ from rank to rank
             self._content.part["fingerprint"] = {**part["fingerprint"], "loaders": self._content.state[FINGERPRINT]}
         self._loaders.note_checkpoint(has_places="loaders" in self._content.state)
-        self._look_for_parts(part.get("parts", [name for name in TITLES if name != OBJECTS]))
-        if position.is_cut(self._trainer, checkpoint, self.saved("trainer")):
-            self._fails(position.reason_of_cut(self._path), remedy=REMEDY_OF_CUT)
-
-    def _look_for_parts(self, known: Collection[str]) -> None:
-        """Report the missing parts. `known` names the parts that the version that saved knew."""
-        lacking = [f"{TITLES[n]}: not in the checkpoint" for n in TITLES if n not in self._content.state and n in known]
+        lacking = [f"{TITLES[name]}: not in the checkpoint" for name in TITLES if name not in self._content.state]
         if lacking and self._options.strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
-        self._differences.all.not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
+        self._differences.all.not_exact += lacking
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
+        if position.is_cut(self._trainer, checkpoint, self.saved("trainer")):
+            self._fails(position.reason_of_cut(self._path), remedy=REMEDY_OF_CUT)
 
     def _redistribute(self, part: CheckpointPart, checkpoint: Mapping[str, object], position: TrainerPosition) -> None:
         """Build the state of this rank from the states of a different number of ranks."""

@@ -11,16 +11,17 @@ import copy
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant.checkpoint.verify import is_surely_safe
 from lightning_faulttolerant.state.objects.decoding import set_attribute
 from lightning_faulttolerant.state.objects.kinds import attributes, contents_of_cell, fill
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.resume.parameters import IN_PLACE, optimizers_of
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ SCHEDULERS: Final = "schedulers"
 """The key of our part for the states of schedulers, if a checkpoint of other code holds them in another form."""
 
 _LIVE, _STATE = "lightning_faulttolerant.live", "state"
+_LOGS = {"log", "log_dict"}
 _CONTAINERS = (dict, list, tuple, deque)
 _SETS = (set, frozenset)
 _CALLS = (MethodType, functools.partial, FunctionType)
@@ -134,6 +136,22 @@ class Schedulers:
                     known.add(id(one))
                     self._held[place] = one
                 self._find(place, one, known)
+
+
+def lost_by_callbacks(module: LightningModule, callbacks: Mapping[str, Callback]) -> dict[str, str]:
+    """Return the callbacks whose states hold the module or a part of it, by path, with the reason."""
+    known = {id(one) for one in (*module.modules(), *module.parameters())}
+    return {
+        f"callbacks[{name!r}]": "its state_dict returns the module or a part of it; set that in on_fit_start instead"
+        for name, callback in callbacks.items()
+        if any(key not in _LOGS and _refers(one, known) for key, one in callback.state_dict().items())
+    }
+
+
+def restore_logs(trainer: Trainer) -> None:
+    """Give each callback that has loaded its ``__dict__`` the live module's ``log`` again."""
+    for own in map(vars, compat.callbacks(trainer)):
+        own |= {name: getattr(trainer.lightning_module, name) for name in _LOGS & own.keys()}
 
 
 def _state_of(value: Any) -> Any:

@@ -68,7 +68,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
 )
 from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
-from lightning_faulttolerant.trainer.save.run_state import TITLES, Capture, RunState, named_callbacks, put_instead
+from lightning_faulttolerant.trainer.save.run_state import Capture, RunState, named_callbacks, put_instead
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
 _log = logging.getLogger(__name__)
@@ -386,7 +386,7 @@ class CheckpointContents:
             return None
         world_size = self._trainer.world_size
         part = part_with(header, world_size=world_size, position=position.state_dict(), states=states)
-        part["parts"], part[WITHOUT_STATE] = list(TITLES), without_state(self._trainer)
+        part[WITHOUT_STATE] = without_state(self._trainer)
         return part
 
 

@@ -27,12 +27,13 @@ from lightning_faulttolerant.records.ledger import (
     places_in,
 )
 from lightning_faulttolerant.records.lines import LineFile
+from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, is_nobodys_training, signal_connector
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of, num_evaluated
 from lightning_faulttolerant.trainer.process import is_nested_fit, next_number
-from lightning_faulttolerant.trainer.settings import Options, path_of_ledger
+from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.steps.compat import logger_connector
 from lightning_faulttolerant.trainer.steps.ledger import FitLedger, around_steps, is_evaluating, training_place
 
@@ -57,7 +58,7 @@ class OpenLedger:
         self._patches = Patches()
         self._begin: list[Callable[[], None]] = []
         self._ledger: FitLedger | None = None
-        path = path_of_ledger(options)
+        path = options.ledger if (request := replay_requested()) is None else request.ledger
         if path is not None:
             file = _opened(path_of_rank(path, trainer.global_rank))
             self._ledger = FitLedger(trainer, file, number=number, session=session, patches=self._patches)

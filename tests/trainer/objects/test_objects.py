@@ -17,9 +17,6 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance, NotExactError, ResumeReport
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from lightning_faulttolerant.trainer.objects.objects import NO_OBJECT_STATE
-from lightning_faulttolerant.trainer.process import OBJECTS
-from lightning_faulttolerant.trainer.save.run_state import TITLES
 from tests.data_sets import NoisyDataset
 from tests.faults import RaiseIn
 from tests.runs import Net, fit_net, make_trainer
@@ -334,22 +331,6 @@ def test_iterator_that_the_script_has_looked_at_is_no_obstacle(tmp_path: Path, m
     monkeypatch.setattr(sys.modules[__name__], "BATCHES", iter(DataLoader(NoisyDataset(8), batch_size=4)))
     next(BATCHES)
     fit(tmp_path, Net(), [FaultTolerance(tmp_path / "strict")])
-
-
-def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
-    """A checkpoint of an older version is resumed from, and the report says what it lacks."""
-    path = save(tmp_path, Weighted())
-    checkpoint = torch.load(path, weights_only=True)
-    part = checkpoint[PART]
-    del part["parts"]
-    for state in part["ranks"]:
-        del state[OBJECTS]
-    torch.save(checkpoint, path)
-    module = Weighted()
-    report = resume(tmp_path, path, module, FaultTolerance(tmp_path / "second"))
-    assert report.not_exact == (NO_OBJECT_STATE,)
-    assert OBJECTS in TITLES
-    assert module.num_steps == 2
 
 
 def registered(path: Path, seen: dict[str, Any], **arguments: Any) -> FaultTolerance:

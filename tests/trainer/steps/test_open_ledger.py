@@ -21,7 +21,6 @@ from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.process import VARIABLE
-from lightning_faulttolerant.trainer.settings import path_of_ledger
 from lightning_faulttolerant.trainer.steps.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.data_sets import NoisyDataset
@@ -286,7 +285,7 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
 def test_the_path_travels_to_other_processes(tmp_path: Path) -> None:
     """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
     callback = pickle.loads(pickle.dumps(with_ledger(tmp_path / "ledger.jsonl")))
-    assert path_of_ledger(callback._options) == str(tmp_path / "ledger.jsonl")
+    assert callback._options.ledger == str(tmp_path / "ledger.jsonl")
 
 
 # With fault tolerance switched off.
