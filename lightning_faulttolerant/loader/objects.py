@@ -255,7 +255,7 @@ class LiveObjects:
         roots = {_LOADER: self._loader}
         for name, inner in torch_loaders_in(self._loader).items():
             known = {id(one) for one in roots.values()}
-            children = {f"{name}.{key}": child for key, child in vars(inner).items() if not _is_users(key)}
+            children = {f"{name}.{key}": own for key, own in vars(inner).items() if key in TORCHS or key[:2] == "__"}
             roots.update({path: child for path, child in children.items() if id(child) not in known})
             roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))
         return roots
@@ -330,11 +330,6 @@ def _is_live(value: object) -> bool:
         return not is_walked(value)
     kind = type(value)
     return isinstance(value, threading.Thread) or kind.__module__.partition(".")[0] in _RUNNING
-
-
-def _is_users(name: str) -> bool:
-    """Return whether an attribute of a torch loader is neither torch's nor Lightning's."""
-    return name not in TORCHS and not name.startswith("__")
 
 
 def _is_no_live_part(value: object) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,21 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, path_of_rank
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset, Unsized
 from tests.ledgers import compared, joined, read_ledger
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import Cut, Fetches, Net, TwoLoaders, each_cut, each_num_workers, eight_batches, fit_net
 from tests.sharded import ShardedNet, fsdp2
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let all runs of the block write a ledger."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LEDGER_VARIABLE, str(path))
+        yield
 
 
 def assert_same_ledgers(path: Path) -> list[dict[str, Any]]:
@@ -51,7 +60,8 @@ def assert_joins(
         own = {name: value() if callable(value) else value for name, value in arguments.items()}
         return fit_net([*callbacks, *after()], directory, train=train and train(), module=module(), **own)
 
-    assert_resumes_exactly(fit, faults, options={"every_n_train_steps": every, "ledger": path})
+    with writing(path):
+        assert_resumes_exactly(fit, faults, options={"every_n_train_steps": every})
     return assert_same_ledgers(path)
 
 
@@ -173,7 +183,8 @@ def test_continues_after_a_fault_of_a_drill(hook: str, module: type[Net], tmp_pa
 
     path = tmp_path / "ledger.jsonl"
     faults = [Ask(f"1:0:3:{hook}"), Ask(f"1:1:3:{hook}")]
-    costs = assert_resumes_exactly(fit, faults, options={"every_n_train_steps": 1, "ledger": path})
+    with writing(path):
+        costs = assert_resumes_exactly(fit, faults, options={"every_n_train_steps": 1})
     assert [(cost.exit_code, cost.epoch, cost.batch) for cost in costs] == [(1, 0, 3), (1, 1, 3)]
     assert_same_ledgers(path)
 
@@ -185,13 +196,14 @@ def test_continues_after_a_fault_of_a_drill(hook: str, module: type[Net], tmp_pa
 def test_each_rank_has_its_own(is_sharded: bool, tmp_path: Path) -> None:
     """On each rank the joined ledgers equal the uninterrupted one's, and no two ranks train the same samples."""
     path = tmp_path / "ledger.jsonl"
-    assert_resumes_exactly(
-        rank_fit(2, limit_train_batches=4, **{"module": ShardedNet, "strategy": fsdp2()} if is_sharded else {}),
-        [KillAt(5, rank=1)],
-        options={"every_n_train_steps": 1, "ledger": path},
-        num_ranks=2,
-        timeout_seconds=SECONDS,
-    )
+    with writing(path):
+        assert_resumes_exactly(
+            rank_fit(2, limit_train_batches=4, **{"module": ShardedNet, "strategy": fsdp2()} if is_sharded else {}),
+            [KillAt(5, rank=1)],
+            options={"every_n_train_steps": 1},
+            num_ranks=2,
+            timeout_seconds=SECONDS,
+        )
     paths = [Path(path_of_rank(str(path), rank)) for rank in range(2)]
     batches = [[line for line in assert_same_ledgers(path) if line["event"] == "batch"] for path in paths]
     for name in ("order", "content", "rng"):

@@ -475,9 +475,16 @@ class ReturnsItsAttributes(Callback):
         self.__dict__.update(state_dict)
 
 
+class ReturnsNothing(Callback):
+    """Has no state, and says so."""
+
+    def state_dict(self) -> Any:
+        return None
+
+
 def test_a_callback_that_returns_its_attributes() -> None:
     """It logs to the live module after a resume, not to the copy that was saved with its state."""
-    assert_continues(LATER_SHORT_EPOCH, users=lambda: [ReturnsItsAttributes()])
+    assert_continues(LATER_SHORT_EPOCH, users=lambda: [ReturnsItsAttributes(), ReturnsNothing()])
 
 
 def test_a_callback_that_returns_a_weight_is_refused(tmp_path: Path) -> None:

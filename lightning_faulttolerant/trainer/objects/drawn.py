@@ -91,7 +91,7 @@ class Drawn:
 
     def tell(self) -> None:
         """Report values that may have been drawn without a seed, at the first start of a run."""
-        if not _has_seed():
+        if torch.initial_seed() >= _MAX_SEED and not os.environ.get("PL_GLOBAL_SEED"):  # nobody has set a seed
             lists = self._contents.lists
             kept = [path for path in self._kept_orders() if _is_users(path) and self._may_be_samples(path)]
             _tell_of([*self._parts.drawn, *(path for path in kept if _is_permuted(lists[path].value))])
@@ -199,10 +199,6 @@ def parts_of_loaders(loaders: Mapping[str, object]) -> dict[str, object]:
 
 def _line(path: str, saved: object, now: object) -> str:
     return f"{path}: {saved!r} when it was saved, {now!r} now"
-
-
-def _has_seed() -> bool:
-    return torch.initial_seed() < _MAX_SEED or bool(os.environ.get("PL_GLOBAL_SEED"))
 
 
 def _is_users(path: str) -> bool:

@@ -37,7 +37,7 @@ from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import followed_loaders
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.objects.roots import FIT_LOOP, Roots, made_at_epoch_start, rules_of
-from lightning_faulttolerant.trainer.position import FINISHED
+from lightning_faulttolerant.trainer.position import FINISHED, FIT, function_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.schedulers import lost_by_callbacks
 
@@ -228,7 +228,8 @@ class Objects:
             return self._baseline.state
         state = self._state_of(lambda: {**self._of_loaders(), **self._roots.all()})
         module = self._roots.module
-        structure, lost = None if self._manual else Structure(module), lost_by_callbacks(module, self._roots.callbacks)
+        structure = None if self._manual else Structure(module)
+        lost = lost_by_callbacks(module, self._roots.callbacks) if function_of(module.trainer) == FIT else {}
         self._baseline = _Baseline(state=state, structure=structure, lost=lost)
         state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)

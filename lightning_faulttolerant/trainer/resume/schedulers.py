@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
@@ -30,7 +30,7 @@ SCHEDULERS: Final = "schedulers"
 """The key of our part for the states of schedulers, if a checkpoint of other code holds them in another form."""
 
 _LIVE, _STATE = "lightning_faulttolerant.live", "state"
-_LOGS = {"log", "log_dict"}
+_LOGS = ("log", "log_dict")
 _CONTAINERS = (dict, list, tuple, deque)
 _SETS = (set, frozenset)
 _CALLS = (MethodType, functools.partial, FunctionType)
@@ -141,17 +141,17 @@ class Schedulers:
 def lost_by_callbacks(module: LightningModule, callbacks: Mapping[str, Callback]) -> dict[str, str]:
     """Return the callbacks whose states hold the module or a part of it, by path, with the reason."""
     known = {id(one) for one in (*module.modules(), *module.parameters())}
-    return {
-        f"callbacks[{name!r}]": "its state_dict returns the module or a part of it; set that in on_fit_start instead"
-        for name, callback in callbacks.items()
-        if any(key not in _LOGS and _refers(one, known) for key, one in callback.state_dict().items())
-    }
+    reason = "its state_dict returns the module or a part of it; set that in on_fit_start instead"
+    states = {f"callbacks[{name!r}]": callback.state_dict() for name, callback in callbacks.items()}
+    read = {path: state for path, state in states.items() if isinstance(state, dict)}
+    own = {path: [value for key, value in state.items() if key not in _LOGS] for path, state in read.items()}
+    return {path: reason for path, values in own.items() if not known.isdisjoint(map(id, _parts_of(values)))}
 
 
 def restore_logs(trainer: Trainer) -> None:
     """Give each callback that has loaded its ``__dict__`` the live module's ``log`` again."""
     for own in map(vars, compat.callbacks(trainer)):
-        own |= {name: getattr(trainer.lightning_module, name) for name in _LOGS & own.keys()}
+        own |= {name: getattr(trainer.lightning_module, name) for name in _LOGS if name in own}
 
 
 def _state_of(value: Any) -> Any:
@@ -164,16 +164,20 @@ def _is_name(value: object) -> bool:
 
 def _refers(value: object, known: Collection[int]) -> bool:
     """Return whether a value is, or has inside it, one with a known ID, a name, or a local function."""
+    return any(
+        id(one) in known or _is_name(one) or (isinstance(one, FunctionType) and "<" in one.__qualname__)
+        for one in _parts_of(value)
+    )
+
+
+def _parts_of(value: object) -> Iterator[object]:
     seen: dict[int, object] = {}
     todo = [value]
     while todo:
-        one = todo.pop()
-        if id(one) in known or _is_name(one) or (isinstance(one, FunctionType) and "<" in one.__qualname__):
-            return True
+        yield (one := todo.pop())
         if id(one) not in seen and not is_surely_safe(one):
             seen[id(one)] = one
-            todo += [inner for _, inner in _items_of(one)]
-    return False
+            todo += (item for _, item in _items_of(one))
 
 
 def _items_of(value: Any) -> Iterable[tuple[object, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_faulttolerant import ResumeReport
-from lightning_faulttolerant.trainer.resume.report import OBJECTS, ORDER, still_exact
+from lightning_faulttolerant.trainer.resume.report import OBJECTS, ORDER
 
 
 def make(**arguments: object) -> ResumeReport:
@@ -69,10 +69,11 @@ def test_report_cant_be_changed() -> None:
 def test_what_is_not_exact_is_no_longer_among_what_is(reason: str, lost: str) -> None:
     """A part with a reason against it isn't listed as exact; the others are."""
     parts = ("weights", "optimizers", "metrics", ORDER, OBJECTS)
-    assert still_exact(parts, [reason], loaders=[], objects=[]) == tuple(part for part in parts if part != lost)
+    assert make(exact=parts).as_known_now([reason], []).exact == tuple(part for part in parts if part != lost)
 
 
 def test_reasons_of_loaders_and_objects() -> None:
     """A reason from a loader is about the order; objects that were not restored are about the objects."""
-    assert still_exact((ORDER, OBJECTS), ["any"], loaders=["any"], objects=[]) == (OBJECTS,)
-    assert still_exact((ORDER, OBJECTS), [], loaders=[], objects=["any"]) == (ORDER,)
+    report = make(exact=(ORDER, OBJECTS)).as_known_now([], ["any"])
+    assert (report.exact, report.not_exact) == ((OBJECTS,), ("any",))
+    assert make(exact=(ORDER, OBJECTS), objects=("any",)).as_known_now([], []).exact == (ORDER,)
