@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ from lightning_faulttolerant.records.ledger import END, FIT, RESUMED
 from lightning_faulttolerant.records.lines import Line, read_lines
 
 
-def with_ledger(path: Path | str | None, *arguments: Any, **options: Any) -> FaultTolerance:
-    """Return a callback that writes a ledger, as if the environment had asked for it."""
+@contextlib.contextmanager
+def writing(path: Path | str | None) -> Iterator[None]:
+    """Let all callbacks that are created in the block write a ledger."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ledger.LEDGER_VARIABLE, "" if path is None else str(path))
+        yield
+
+
+def with_ledger(path: Path | str | None, *arguments: Any, **options: Any) -> FaultTolerance:
+    """Return a callback that writes a ledger, as if the environment had asked for it."""
+    with writing(path):
         return FaultTolerance(*arguments, **options)
 
 

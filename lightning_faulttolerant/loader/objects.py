@@ -255,6 +255,7 @@ class LiveObjects:
         roots = {_LOADER: self._loader}
         for name, inner in torch_loaders_in(self._loader).items():
             known = {id(one) for one in roots.values()}
+            # What is torch's or Lightning's; the user's own are below "...'s own".
             children = {f"{name}.{key}": own for key, own in vars(inner).items() if key in TORCHS or key[:2] == "__"}
             roots.update({path: child for path, child in children.items() if id(child) not in known})
             roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))

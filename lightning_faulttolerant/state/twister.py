@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_faulttolerant.state.packing import pack_torch
+
 _NUM_WORDS = 624
 _MOST_AT_ONCE = 16  # blocks of words: 80 kB, which stay in the cache of the processor
 _HEAD = [("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8")]
@@ -58,7 +60,7 @@ def shortened(state: bytes) -> bytes | list[int]:
     """Return a state of torch as its seed and the number of words drawn since, if these are all of it."""
     if len(state) != _SIZE_OF_TORCH:
         return state
-    seed = int.from_bytes(state[:8], "little")
+    seed = int.from_bytes(state[:8], "little")  # as in `_HEAD`
     found = distance(lengthened([seed, 0]), state, most_blocks=64)
     return state if found is None or found[1] != state else [seed, found[0]]
 
@@ -67,7 +69,7 @@ def lengthened(short: bytes | list[int]) -> bytes:
     """Return the state that `shortened` was given."""
     if isinstance(short, bytes):
         return short
-    return advanced(bytes(torch.Generator().manual_seed(short[0]).get_state().numpy()), short[1])
+    return advanced(pack_torch(torch.Generator().manual_seed(short[0]).get_state()), short[1])
 
 
 def _num_blocks(words: Any, later: Any, most: int) -> int | None:

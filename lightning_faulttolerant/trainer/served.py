@@ -136,10 +136,10 @@ def _callbacks(trainer: Trainer) -> dict[str, str]:
     differing = (Timer, ThroughputMonitor, Checkpoint)
     compared = [c for c in compat.callbacks(trainer) if not isinstance(c, differing)]
     kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))
-    states = {}
+    states, plain = {}, Schedulers(trainer).plain
     for name, callback in named_callbacks(compared).items():
         modules = {key: value.state_dict() for key, value in vars(callback).items() if isinstance(value, nn.Module)}
-        state = [Schedulers(trainer).plain(callback.state_dict()), kept.get(name), modules]
+        state = [plain(callback.state_dict()), kept.get(name), modules]
         if any(state):
             states[name] = digest(state)
     return states

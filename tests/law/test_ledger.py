@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, path_of_rank
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset, Unsized
-from tests.ledgers import compared, joined, read_ledger
+from tests.ledgers import compared, joined, read_ledger, writing
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import Cut, Fetches, Net, TwoLoaders, each_cut, each_num_workers, eight_batches, fit_net
 from tests.sharded import ShardedNet, fsdp2
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Let all runs of the block write a ledger."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(LEDGER_VARIABLE, str(path))
-        yield
 
 
 def assert_same_ledgers(path: Path) -> list[dict[str, Any]]:

@@ -167,14 +167,15 @@ def fits(directory: Path, *faults: Callback, has_list: bool, strict: bool) -> st
     return ended.output
 
 
-def validates(directory: Path, *faults: Callback, has_list: bool, strict: bool) -> str:
-    """Do the same for a validation run of its own."""
+def validates(directory: Path, *faults: Callback, has_list: bool, strict: bool, in_worker: bool = False) -> str:
+    """Do the same for a validation run of its own; the list is the module's, or that of a worker's data set."""
 
     def main() -> None:
         every = timedelta(microseconds=1)
         ours = FaultTolerance(directory, run_id="run", train_time_interval=every, strict=strict)
-        loader = DataLoader(NoisyDataset(40), batch_size=4)
-        make_trainer([ours, *faults], directory).validate(Counts(has_list=has_list), loader, verbose=False)
+        loader = DataLoader(Seen(has_list=has_list and in_worker), batch_size=4, num_workers=int(in_worker))
+        module = Counts(has_list=has_list and not in_worker)
+        make_trainer([ours, *faults], directory).validate(module, loader, verbose=False)
         print(ours.resume_report)
 
     ended = run(main)
@@ -262,18 +263,8 @@ def test_what_is_not_exact_is_inherited(
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_what_a_worker_of_an_evaluation_loses_is_in_the_report(is_lost: bool, tmp_path: Path) -> None:
     """A worker tells it only when it begins, after the report was printed."""
-
-    def start(*faults: Callback, has_list: bool) -> str:
-        def main() -> None:
-            ours = FaultTolerance(tmp_path, run_id="run", train_time_interval=timedelta(microseconds=1), strict=False)
-            loader = DataLoader(Seen(has_list=has_list), batch_size=4, num_workers=1)
-            make_trainer([ours, *faults], tmp_path).validate(Net(), loader, verbose=False)
-            print(ours.resume_report)
-
-        return run(main).output
-
-    start(KillAtValidated(3), has_list=True)
-    output = start(has_list=not is_lost)
+    validates(tmp_path, KillAtValidated(3), has_list=True, strict=False, in_worker=True)
+    output = validates(tmp_path, has_list=not is_lost, strict=False, in_worker=True)
     report = output[output.rindex("Resumed ") :]
     assert ("NOT EXACT A worker continues without dataset.seen: it no longer exists" in report) == is_lost, output
     assert report.startswith("Resumed NOT EXACTLY" if is_lost else "Resumed exactly"), output
