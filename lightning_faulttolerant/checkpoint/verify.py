@@ -171,6 +171,21 @@ def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     return load_file(os.path.join(directory, autosave_files.METADATA_NAME))
 
 
+def load_written(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load an autosave that was read back just now; the values of tensors in a local file are not read again.
+
+    Args:
+        path: As in `load_path`.
+
+    Raises:
+        UnsafeCheckpointError: As `load_path`.
+    """
+    if is_url(path) or os.path.isdir(local_path(path)):
+        return load_path(path)
+    with opened_whole(path) as file:
+        return load_open_file(file, Verification(path=os.fspath(path), has_checksums=True, num_bytes=0), mapped=True)
+
+
 def verify_autosave(path: str | os.PathLike[str]) -> Verification:
     """Read an autosave once, file or directory, and compare all that can be compared; nothing is unpickled.
 

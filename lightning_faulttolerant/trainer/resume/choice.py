@@ -30,7 +30,7 @@ from lightning_faulttolerant.checkpoint.schema import (
 )
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.trust import Packed, classes_in, lines_to_allow, unpack, why_not_trusted
-from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths, verify_path
+from lightning_faulttolerant.checkpoint.verify import load_written, unsafe_paths, verify_path
 from lightning_faulttolerant.errors import (
     CheckpointError,
     NoValidCheckpointError,
@@ -139,7 +139,7 @@ class Trust:
                 if os.path.exists(place):
                     os.chmod(place, os.stat(place).st_mode & ~(stat.S_IWGRP | stat.S_IWOTH) & 0o7777)
         if is_first:
-            checkpoint = load_path(path)
+            checkpoint = load_written(path)
             for rank in range(len(checkpoint[KEY][RANKS])):  # the bytes have come over the network
                 check(checkpoint[KEY], rank)
             if pool and self.why_not(path) is None:
