@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.shards import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
+    from lightning_faulttolerant.trainer.companions import FlightRecorder, HangWatch
     from lightning_faulttolerant.trainer.resume.report import ResumeReport
     from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
@@ -56,6 +57,8 @@ __all__ = [
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "FlightRecorder",
+    "HangWatch",
     "HasNotResetProgressError",
     "InterruptableDistributedGroupedBatchSampler",
     "InterruptableDistributedSampler",
@@ -88,6 +91,8 @@ _LAZY = {
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "FlightRecorder": "lightning_faulttolerant.trainer.companions",
+    "HangWatch": "lightning_faulttolerant.trainer.companions",
     "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.interruptible",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.interruptible",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant import FaultTolerance, FlightRecorder, HangWatch
 from tests.data_sets import secret_count
 
 
@@ -32,6 +32,15 @@ def tell(directory: Path, name: str, value: Any) -> None:
 def protected(**options: Any) -> FaultTolerance:
     """Return the callback with an autosave at every step."""
     return FaultTolerance(**{"every_n_train_steps": 1, **options})
+
+
+def protection(**options: Any) -> list[Any]:
+    """Return the callback, and those next to it that have the other options."""
+    recorder = {name: options.pop(name) for name in ("rule", "stop", "keep_every") if name in options}
+    watch = {name: options.pop(name) for name in ("action", "timeout") if name in options}
+    found: list[Any] = [FaultTolerance(**options)]
+    found += [FlightRecorder(**{"rule": None, **recorder})] if recorder else []
+    return found + ([HangWatch(**watch)] if watch else [])
 
 
 class CountBatches(Callback):

@@ -46,8 +46,8 @@ WORDINGS = [
         'Set {}="dirpath=..." to a directory that all see.',
     ),
     ('With worker_rng="per_sample" it is', 'With {}="worker_rng=per_sample" it is'),
-    ("pass FaultTolerance(ignore_hyperparameters=('a', 'b.c')).", 'set {}="ignore_hyperparameters=a|b.c".'),
-    ("FaultTolerance(ignore_hyperparameters=(...)).", '{}="ignore_hyperparameters=...".'),
+    ("pass FaultTolerance(stop_signals=('a', 'b.c')).", 'set {}="stop_signals=a|b.c".'),
+    ("FaultTolerance(stop_signals=(...)).", '{}="stop_signals=...".'),
     ("pass FaultTolerance(elastic=True) or FaultTolerance(keep_last=3)", 'set {}="elastic=true" or {}="keep_last=3"'),
     # Another object's argument, and the user's values.
     ("Pass persistent_workers=False.", "Pass persistent_workers=False."),

@@ -62,7 +62,8 @@ STRIKES = ((30, signal.SIGKILL), (25, signal.SIGSTOP), (40, signal.SIGKILL))
 
 def goodput(directory: Path) -> None:
     """Train under supervision with faults, one of them a hang, and write a picture of the printed report."""
-    environment = os.environ | {"PL_FAULT_TOLERANT_RUN_ID": "digits", "PL_FAULT_TOLERANT_OPTIONS": "hang_timeout=30"}
+    options = {"PL_FAULT_TOLERANT_OPTIONS": "HangWatch.timeout=30"}
+    environment = os.environ | options | {"PL_FAULT_TOLERANT_RUN_ID": "digits"}
     words = [sys.executable, "-m", "lightning_faulttolerant", "run", "--", *TRAIN, "300", "100"]
     with subprocess.Popen(words, cwd=directory, env=environment) as supervisor:
         for seconds, signum in STRIKES:

@@ -30,7 +30,7 @@ EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": the file has none, so nothing was
 compared; "damaged, set aside": a resume found it damaged; "unreadable": it exists, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
-that was started again from another checkpoint; "kept": one of keep_every, which is never pruned; "incident": the
+that was started again from another checkpoint; "kept": kept for good, and never pruned; "incident": the
 state before a step that went wrong, which is never pruned either; "finished": its fit or evaluation
 is over. EPOCH counts from 0, BATCH counts the consumed batches of that epoch, STEP counts optimizer steps, and RANKS is
 the number of processes of the run ("-": the file does not say).

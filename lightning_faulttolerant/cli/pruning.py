@@ -23,7 +23,7 @@ autosaves are deleted: no file of ModelCheckpoint, no file that you have put the
 The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
 autosave refers to them.
 
-Autosaves of keep_every, and incidents, are never deleted. If no autosave of a fit verifies, none is deleted.
+Kept autosaves, and incidents, are never deleted. If no autosave of a fit verifies, none is deleted.
 Newer ones that don't verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of
 superseded runs stay unless you pass --superseded. A run in training is left alone.
 """

@@ -30,7 +30,14 @@ from lightning_faulttolerant.cli.drill.comparison import (
 )
 from lightning_faulttolerant.cli.drill.ledgers import Event, RankOfRun, join
 from lightning_faulttolerant.cli.drill.result import Difference
-from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command, safe
+from lightning_faulttolerant.cli.text import (
+    add_command_words,
+    at_least_1,
+    batch_to_skip,
+    command_words,
+    fault_of_command,
+    safe,
+)
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.ledger import path_of_rank
@@ -46,11 +53,9 @@ from lightning_faulttolerant.records.requests import (
     ReplayOutcome,
     ReplayRequest,
     ReplayStart,
-    Skip,
     StepPlace,
     read_outcomes,
     read_start,
-    skip_from,
     skips_in_words,
     skips_requested,
     text_of_skips,
@@ -303,10 +308,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without",
         metavar="EPOCH:BATCH",
-        type=_skip,
+        type=batch_to_skip,
         action="append",
         default=[],
-        help="leave this batch out, as skip_batches does; may be repeated. Later steps are not compared",
+        help="leave this batch out; may be repeated. Later steps are not compared",
     )
     parser.add_argument(
         "--set",
@@ -468,13 +473,6 @@ def _value(text: str) -> tuple[str, str]:
     if not sign or "." not in key:
         raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE, such as model.hparams.size=3")
     return key.strip(), value.strip()
-
-
-def _skip(text: str) -> Skip:
-    try:
-        return skip_from(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _step(text: str) -> StepPlace:

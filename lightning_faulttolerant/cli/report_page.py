@@ -155,7 +155,7 @@ def skipped_texts(chapter: Chapter) -> Iterator[str]:
     for number, skips in sorted(chapter.skipped().items()):
         of_fit = f" of fit {number}" if has_several else ""
         for one in skips:
-            why = f". It could not be loaded: {one.text}" if one.text else ", by skip_batches"
+            why = f". It could not be loaded: {one.text}" if one.text else ", by --skip"
             yield f"{skips_in_words((one.epoch, one.batch)).capitalize()}{of_fit} was left out{why}."
 
 

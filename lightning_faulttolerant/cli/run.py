@@ -38,7 +38,15 @@ from lightning_faulttolerant.cli.supervisor import (
     say,
     stop_code,
 )
-from lightning_faulttolerant.cli.text import add_command_words, at_least_1, command_words, fault_of_command
+from lightning_faulttolerant.cli.text import (
+    add_command_words,
+    at_least_1,
+    batch_to_skip,
+    command_words,
+    fault_of_command,
+)
+from lightning_faulttolerant.records.requests import ACCEPT_VARIABLE, SKIP_VARIABLE, text_of_skips
+from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE
 
 TRAINING_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
@@ -256,8 +264,8 @@ def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
 
 
 DESCRIPTION = """\
-Run a training script that needs nobody. COMMAND is started again after each failure, and continues exactly where it
-was. The script needs no change: where it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds it.
+Run a training script. After each failure, start it again: it continues exactly where it was. The script needs no
+change: if it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds one.
 
   lightning-faulttolerant run -- python train.py
   lightning-faulttolerant run --nproc-per-node 2 -- python train.py --lr 0.1
@@ -283,6 +291,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     add_command_words(parser)
     parser.add_argument(
+        "--from",
+        metavar="STEP",
+        help="begin a branch: a new run, from a kept autosave of this one: a number of optimizer steps, EPOCH:BATCH, or"
+        " a path; the same command continues the branch",
+    )
+    parser.add_argument(
+        "--skip",
+        metavar="EPOCH:BATCH",
+        action="append",
+        type=batch_to_skip,
+        default=[],
+        help="leave this training batch out, both numbers from 0; may be repeated; later starts leave it out, too",
+    )
+    parser.add_argument(
+        "--accept",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="accept a difference that a resume has refused, such as hyperparameters.lr; may be repeated; later starts "
+        "accept it, too, and their reports tell of it",
+    )
+    parser.add_argument(
         "--max-restarts",
         metavar="N",
         type=at_least_1,
@@ -304,6 +334,12 @@ def run(arguments: argparse.Namespace) -> int:
         return WRONG_USAGE
     arguments.training_script, *arguments.training_script_args = words
     arguments.no_python, arguments.module, arguments.run_path = True, False, False
+    requested = {
+        RESUME_FROM_VARIABLE: getattr(arguments, "from"),
+        SKIP_VARIABLE: text_of_skips(arguments.skip),
+        ACCEPT_VARIABLE: ",".join(arguments.accept),
+    }
+    os.environ.update({name: value for name, value in requested.items() if value})
     policy = RestartPolicy(arguments.max_restarts, command=shlex.join(["lightning-faulttolerant", *sys.argv[1:]]))
     stop = StopRequest()
     supervisor = Supervisor(policy, look_every_seconds=arguments.monitor_interval)

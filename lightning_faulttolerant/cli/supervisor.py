@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.processes import in_sessions, parents_and_states, send_signal, with_children
-from lightning_faulttolerant.records.requests import SKIP_VARIABLE, skips_requested, text_of_skips
+from lightning_faulttolerant.records.requests import skips_requested, text_of_skips
 from lightning_faulttolerant.supervision.guard import Guard
 from lightning_faulttolerant.supervision.heartbeats import (
     OUTSIDE,
@@ -172,8 +172,8 @@ def _without_it(failure: TrainingFailure, command: str) -> str:
     """Return the line to type to continue without the batch, if it is one of training."""
     if failure.batch is None or failure.evaluated is not None or failure.function != "fit":
         return ""
-    skips = text_of_skips({*skips_requested(), (failure.epoch, failure.batch)})
-    return f" To continue without this batch, type: {SKIP_VARIABLE}={skips} {command}".rstrip()
+    skips = text_of_skips({*skips_requested(), (failure.epoch, failure.batch)}).replace(",", " --skip ")
+    return f" To continue without this batch, type: {command.replace(' run ', f' run --skip {skips} ', 1)}".rstrip()
 
 
 _ENDS_WITHIN_SECONDS = 2.0

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.records.requests import Skip, skip_from
 from lightning_faulttolerant.storage.store import is_url
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -187,6 +188,14 @@ def at_least_1(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
     return number
+
+
+def batch_to_skip(text: str) -> Skip:
+    """Return the batch that an option names."""
+    try:
+        return skip_from(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 MINUTE, HOUR, DAY = 60, 3600, 86400

@@ -130,7 +130,7 @@ _LEAST_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """One training step, after its backward pass and before the optimizer's step, for ``FaultTolerance(record=...)``.
+    """One training step, after its backward pass and before the optimizer's step, for ``FlightRecorder(rule=...)``.
 
     Args:
         step: Its number, from 0 over all epochs.

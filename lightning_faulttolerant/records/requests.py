@@ -226,7 +226,7 @@ def _read(path: str) -> dict[str, Any] | None:
 
 
 SKIP_VARIABLE = "PL_FAULT_TOLERANT_SKIP_BATCHES"
-"""The batches to leave out, besides those that the callback names: ``3:17,4:2``."""
+"""The batches to leave out: ``3:17,4:2``."""
 
 Skip = tuple[int, int]
 """Epoch and batch, both from 0."""
@@ -287,33 +287,13 @@ def text_of_skips(skips: Iterable[Skip]) -> str:
     return ",".join(f"{epoch}:{batch}" for epoch, batch in sorted(skips))
 
 
-def checked_skips(skips: object) -> tuple[Skip, ...]:
-    """Return the batches of an argument, in order.
-
-    Args:
-        skips: Pairs of epoch and batch, or texts such as ``"3:17"``.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If a number is negative, or a text names no batch.
-    """
-    if not isinstance(skips, (tuple, list)):
-        raise TypeError(f"skip_batches must be a list of pairs (epoch, batch), such as [(3, 17)]; got {skips!r}.")
-    return tuple(sorted({_checked(one, skips) for one in skips}))
+ACCEPT_VARIABLE = "PL_FAULT_TOLERANT_ACCEPT"
+"""The differences that a resume accepts: ``hyperparameters.lr,trainer.precision``."""
 
 
-def _checked(one: Any, skips: object) -> Skip:
-    if isinstance(one, str):
-        try:
-            return skip_from(one)
-        except ValueError as error:
-            raise ValueError(f"skip_batches: {error}.") from None
-    is_pair = isinstance(one, (tuple, list)) and len(one) == 2
-    if not is_pair or not all(isinstance(number, int) and not isinstance(number, bool) for number in one):
-        raise TypeError(f"skip_batches must be a list of pairs (epoch, batch), such as [(3, 17)]; got {skips!r}.")
-    if min(one) < 0:
-        raise ValueError(f"skip_batches counts epochs and batches from 0; got {skips!r}.")
-    return int(one[0]), int(one[1])
+def accepted_names() -> tuple[str, ...]:
+    """Return the names that the environment accepts, in order."""
+    return tuple(sorted({name.strip() for name in os.environ.get(ACCEPT_VARIABLE, "").split(",")} - {""}))
 
 
 def skips_in_words(skip: Skip) -> str:

@@ -29,7 +29,7 @@ from lightning_faulttolerant.records.lines import parse_json, read_json
 FILE_NAME = "run.json"
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 RESUME_FROM_VARIABLE = "PL_FAULT_TOLERANT_RESUME_FROM"
-"""Where a branch begins, if the callback's ``resume_from`` is not passed."""
+"""Where a branch begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ SECTION_NAMES = (
 """The names of the sections, by their numbers. Nothing is watched outside of a fit or an evaluation."""
 DEFAULT, OFF, REPORT, STOP = range(4)
 HANG_NAMES = ("", "off", "report", "stop")
-"""The values of ``FaultTolerance(hang=...)``, by their numbers; the first one stands for ``None``."""
+"""The values of ``HangWatch(action=...)``, by their numbers; the first one stands for ``None``."""
 
 _NUMBERS = (
     "count",

@@ -403,7 +403,7 @@ class HangWatcher:
             return None
         limit, why = self.times.limit(beat)
         if beat.hang_timeout_seconds:
-            limit, why = beat.hang_timeout_seconds, "hang_timeout"
+            limit, why = beat.hang_timeout_seconds, "HangWatch(timeout=...)"
         if seconds <= limit or (beat.process_id, beat.count) in self._told:
             return None
         self._told.update((each.process_id, each.count) for each, _ in self._seen.values())  # they hang together

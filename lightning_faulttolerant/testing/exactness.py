@@ -24,6 +24,7 @@ from lightning_faulttolerant.checkpoint.ranks import packed_state
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.schema import RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.records.requests import skips_requested
 from lightning_faulttolerant.records.runs import VARIABLE as REGISTRY_VARIABLE
 from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
@@ -180,8 +181,8 @@ def assert_resumes_exactly(
     The comparison covers the contents of every batch, losses, learning rates, every value that a logger receives with
     its step, every validation batch and result, the final weights and optimizer states, the next draw of each global
     generator, and the states of the generators that the module and the loaders hold. The uninterrupted run has no
-    callback, except with ``worker_rng="per_sample"`` or ``skip_batches``: only the callback seeds samples, and leaves
-    batches out.
+    callback, except with ``worker_rng="per_sample"`` or ``PL_FAULT_TOLERANT_SKIP_BATCHES``: only the callback seeds
+    samples, and leaves batches out.
 
     With several ranks each run is one process per rank, as under torchrun. Each rank is compared with the same rank of
     the uninterrupted run, and all ranks must continue at the same place.
@@ -218,8 +219,7 @@ def assert_resumes_exactly(
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = Runs(fit, root, dict(options or {}), timeout_seconds, num_ranks=num_ranks)
-        given = options or {}
-        needs_callback = given.get("worker_rng") == "per_sample" or bool(given.get("skip_batches"))
+        needs_callback = (options or {}).get("worker_rng") == "per_sample" or bool(skips_requested())
         expected = _uninterrupted(runs, with_callback=needs_callback)
         interrupted = _Interrupted(runs, expected, may_start_over=may_start_over, without=without)
         return interrupted.run(faults)

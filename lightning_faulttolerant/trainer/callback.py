@@ -8,31 +8,27 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import UnsupportedTrainerError, speak_of_variable
-from lightning_faulttolerant.records.incidents import MeasuredStep
-from lightning_faulttolerant.trainer.bases import AnyCallback, is_module, names_of_hooks, served
+from lightning_faulttolerant.trainer.bases import is_module, names_of_hooks, served
+from lightning_faulttolerant.trainer.companions import Protection, with_companions
 from lightning_faulttolerant.trainer.process import (
     Registered,
     begin_fit,
     is_fit_in_progress,
     is_nested_fit,
     is_switched_off,
-    read_trust,
     without_collections,
 )
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.settings import (
-    DEFAULT_BUDGET,
     Options,
-    checked_dirpath,
-    checked_resume_from,
+    described,
     option_names,
     with_options_of_environment,
 )
-from lightning_faulttolerant.trainer.signals import checked_deadline
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.any_session import AnySession
@@ -41,72 +37,34 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class FaultTolerance(AnyCallback):
+class FaultTolerance(Protection):
     """A callback that lets a killed training continue exactly where it was when the same command is run again.
 
-    So do ``validate``, ``test``, and ``predict``.
-
-    Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS`` if it names them.
+    So do ``validate``, ``test``, and ``predict``. Arguments that are not passed are taken from
+    ``PL_FAULT_TOLERANT_OPTIONS``. `docs/guides/settings.md` says more.
 
     Args:
-        dirpath: Where to put the autosaves: a directory, or a URL such as ``s3://bucket/folder``. ``~`` is the home
-            directory. Default: ``<default_root_dir>/fault_tolerance``.
-        run_id: The name of the run in `dirpath`. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and
-            arguments.
+        dirpath: The directory or URL of the autosaves. Default: ``<default_root_dir>/fault_tolerance``.
+        run_id: The name of the run. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
         keep_last: How many verified autosaves to keep, at least 1.
-        keep_every: Save at each multiple of this many optimizer steps, too, and never remove these autosaves, not even
-            when the run has finished. ``lightning-faulttolerant replay`` starts from them.
-        record: Which steps are incidents: ``nan``: the loss or a gradient is not finite; ``spike``: these, and a loss
-            far above the recent ones; or a function of a `MeasuredStep` that returns a bool. The state before the step
-            is saved, and never removed. Exceptions are incidents, too. It needs a capture before each batch and a
-            wait for the device after each backward pass. Default: nothing is recorded.
-        stop_on_incident: Whether an incident ends the run, with an ``IncidentError``. If not, training continues.
-        resume_from: Begin a branch: a new run, with its own run id, from a kept autosave of this one. The number of
-            optimizer steps, ``"EPOCH:BATCH"``, or the path of an autosave. The same command continues the branch.
-            Default: ``PL_FAULT_TOLERANT_RESUME_FROM``, else none.
-        skip_batches: Training batches to leave out, as pairs (epoch, batch), both from 0. They are loaded, but not
-            trained. ``PL_FAULT_TOLERANT_SKIP_BATCHES=3:17,4:2`` adds more. The autosaves and reports record them.
-        every_n_train_steps: Autosave after this many optimizer steps. In manual optimization, also after this many
-            batches without a step that Lightning counts. Default: see `overhead_budget`.
-        train_time_interval: Autosave after this much time. Not together with `every_n_train_steps`.
-        overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves and captures in memory
-            together. With one of the intervals above, it limits captures only. Autosaves come more often soon after a
-            start. 1 means no limit. Default: 0.01 until the run has failed for the first time. After that, autosaves
-            come as often as its failures and the cost of a save make best (Young's formula).
-        async_save: Write autosaves in the background. Training waits only for the copy, which takes as much memory as
-            a checkpoint. At most one autosave is written at a time. With `every_n_train_steps` the next one waits for
-            it; otherwise the next one is skipped. Training always waits for the first autosave of a fit, and for those
-            of a stop, an exception, and the end.
-        incremental: Write only the tensors that changed, and let each autosave refer to a file next to it, the base,
-            for the others. The base is written first, and again when it pays. To find what changed, tensors are
-            compared with a copy in memory, which takes as much memory as those that don't change. An autosave can't be
-            used without its base: ``lightning-faulttolerant export`` makes one plain file of both.
-        stop_signals: Names of the signals that stop the run. The run first finishes its batch and saves its state.
-        grace_seconds: How long the process has to end after the first signal. State that can't be saved in this time
-            is not saved, and the last autosave stays.
-        deadline: When the run must have ended: a ``datetime``, in local time if it has no time zone, a ``timedelta``
-            from now, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. The run saves and stops
-            before that, with exit code 75. The end of a SLURM job always counts, too; the earlier of the two applies.
+        every_n_train_steps: Autosave after this many optimizer steps.
+        train_time_interval: Autosave after this much time.
+        overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves; 1 means no limit. Default:
+            0.01, until failures of the run say how often is best.
+        async_save: Write autosaves in the background. This needs memory for a copy.
+        incremental: Write only the tensors that changed, next to a base. This needs memory for a copy of the others.
+        stop_signals: Names of the signals that stop the run. It finishes its batch and saves its state.
+        grace_seconds: Seconds between the first signal and the end of the process.
+        deadline: When the run must have ended: a ``datetime``, a ``timedelta`` from now, or a string of either. The run
+            saves and stops before that, with exit code 75.
         auto_resume: Whether to continue from autosaves of this run. If not, they are set aside.
         strict: Whether state that can't be captured or restored exactly is an error rather than a warning.
-        elastic: Whether a run may continue with a different number of ranks or workers. Their random generators can't
-            be carried over: new ones begin with new states, and the report says so. With ``worker_rng="per_sample"``
-            the numbers may change without `elastic`.
-        worker_rng: ``capture``: workers are seeded as torch does it, and the states of their generators are saved.
-            ``per_sample``: the generators are seeded before each sample. The number of workers may then change from
-            run to run, and every batch stays the same. If the number of ranks changes, every sample stays the same.
-        ignore_hyperparameters: Names of hyperparameters that may differ from start to start, such as a start time. Use
-            dots for nested ones, as in ``optimizer.start_time``. A name covers everything below it. Strings may always
-            differ, and the report says so; other values that differ are refused.
-        trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses.
-            Unpickling can run any code that the writer of the autosave chose. Default: ``PL_FAULT_TOLERANT_TRUST``,
-            else yes if only this user and root can write to the autosave.
-        hang: What to do if the run hangs: ``stop``: another process ends the ranks with exit code 60, and writes
-            what each of them was doing next to the autosaves; ``report``: it only writes; ``off``. Default: ``stop``
-            under ``lightning-faulttolerant run``, which starts the run again, else ``off``.
-        hang_timeout: How many seconds a section of the run may take: its setup, a batch, a save, the end of an epoch,
-            its teardown. Default: for batches, ten times the slowest of their kind so far, and at least 300; for all
-            other sections, and until the first batch has ended, at least 30 minutes.
+        elastic: Whether a run may continue with a different number of ranks or workers, without their random states.
+        worker_rng: ``capture``: the states of the workers' generators are saved. ``per_sample``: they are seeded before
+            each sample, so that the number of workers may change.
+        trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses, which can
+            run any code. Default: ``PL_FAULT_TOLERANT_TRUST``, else yes if only this user and root can write to the
+            autosave.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -125,11 +83,6 @@ class FaultTolerance(AnyCallback):
         *,
         run_id: str | None = None,
         keep_last: int = 2,
-        keep_every: int | None = None,
-        record: str | Callable[[MeasuredStep], bool] | None = None,
-        stop_on_incident: bool = False,
-        resume_from: str | int | os.PathLike[str] | None = None,  # str first: to YAML, 2:7 is also a number
-        skip_batches: Sequence[tuple[int, int]] = (),
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         overhead_budget: float | None = None,
@@ -141,39 +94,10 @@ class FaultTolerance(AnyCallback):
         auto_resume: bool = True,
         strict: bool = True,
         elastic: bool = False,
-        worker_rng: str = "capture",
-        ignore_hyperparameters: Sequence[str] = (),
+        worker_rng: Literal["capture", "per_sample"] = "capture",
         trust_autosaves: bool | None = None,
-        hang: str | None = None,
-        hang_timeout: float | None = None,
     ) -> None:
-        self._options = Options(
-            dirpath=checked_dirpath(dirpath),
-            run_id=run_id,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            record=record,
-            stop_on_incident=stop_on_incident,
-            resume_from=checked_resume_from(resume_from),
-            skip_batches=skip_batches,  # type: ignore[arg-type]  # Options checks it
-            every_n_train_steps=every_n_train_steps,
-            train_time_interval=train_time_interval,
-            async_save=async_save,
-            incremental=incremental,
-            stop_signals=tuple(stop_signals),
-            grace_seconds=grace_seconds,
-            deadline=checked_deadline(deadline),
-            auto_resume=auto_resume,
-            strict=strict,
-            elastic=elastic,
-            worker_rng=worker_rng,
-            ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # Options checks it
-            hang=hang,
-            hang_timeout=hang_timeout,
-            overhead_budget=DEFAULT_BUDGET if overhead_budget is None else overhead_budget,
-            has_own_budget=overhead_budget is not None,
-            trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
-        )
+        self._options = Options.of_arguments(locals())
         self._set_up()
 
     def _set_up(self) -> None:
@@ -185,6 +109,9 @@ class FaultTolerance(AnyCallback):
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
         self._registered: dict[str, Registered] = {}
+
+    def __repr__(self) -> str:
+        return described(self, FaultTolerance.__init__)
 
     def register(
         self, name: str, state_dict: Callable[[], object], load_state_dict: Callable[[object], object]
@@ -280,7 +207,8 @@ class FaultTolerance(AnyCallback):
             self._session.close()
         begin_fit(trainer)
         kind = package.Session if is_fit else package.EvaluationSession
-        self._session = kind(trainer, self._options, self._registered)
+        options = with_companions(self._options, package.compat.callbacks(trainer))
+        self._session = kind(trainer, options, self._registered)
         self._session.begin()
         return True
 

@@ -1,6 +1,6 @@
 """The sections of a fit or an evaluation: what a supervising process learns of them, and the time that they take.
 
-The process is ``lightning-faulttolerant run``, or a watcher that this one starts, if `FaultTolerance(hang=...)` asks
+The process is ``lightning-faulttolerant run``, or a watcher that this one starts, if `HangWatch` asks
 for it. If there is neither, nothing is done. It learns what this one is doing, its autosaves, and its failure, with the
 batch in which the exception was raised.
 
@@ -262,7 +262,7 @@ class Supervision:
 
     @property
     def _hang(self) -> int:
-        return kinds.HANG_NAMES.index(self._options.hang or "")
+        return kinds.HANG_NAMES.index(self._options.action or "")
 
     def begin(self) -> None:
         """Note that the fit or evaluation begins, if the supervisor is known already."""
@@ -308,7 +308,7 @@ class Supervision:
         if not self.is_in_run:
             os.makedirs(name, mode=0o700, exist_ok=True)
         before, self.heartbeat = self.heartbeat, kinds.heartbeat_in(name)
-        timeout = int(1000 * (self._options.hang_timeout or 0))
+        timeout = int(1000 * (self._options.timeout or 0))
         rank, num_ranks = self._trainer.global_rank, self._trainer.world_size
         self.heartbeat.describe(
             rank=rank, num_ranks=num_ranks, hang=self._hang, hang_timeout_ms=timeout, directory=directory

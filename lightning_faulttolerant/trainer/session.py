@@ -33,7 +33,7 @@ from lightning_faulttolerant.trainer.save.contents import HookSaves
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.sections import follow_buffers, follow_steps
 from lightning_faulttolerant.trainer.settings import Options
-from lightning_faulttolerant.trainer.steps.flight_recorder import FlightRecorder
+from lightning_faulttolerant.trainer.steps.flight_recorder import StepRecorder
 from lightning_faulttolerant.trainer.steps.incident_writer import IncidentWriter
 from lightning_faulttolerant.trainer.steps.skipped_batches import SKIPPED, SkippedBatches
 from lightning_faulttolerant.trainer.training import Training
@@ -51,12 +51,12 @@ class Session(AnySession):
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
         super().__init__(trainer, options, strict=options.strict)
         self._registered = registered
-        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
+        self._fingerprint = Fingerprint(trainer)
         self._stop = self.stopping.signals
         self._restoring = Restoring(trainer, options, self._beginning, self.loaders, self._fingerprint, self._files)
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
-        self._recorder: FlightRecorder | None = None
+        self._recorder: StepRecorder | None = None
         self._training: Training | None = None
         """The fit itself, once it begins: a finder's own fit has none."""
 
@@ -176,7 +176,7 @@ class Session(AnySession):
             self.trainer,
             self.loaders,
             self._beginning.ranks,
-            self._options.skip_batches,
+            self._options.skips,
             self._beginning.history,
         )
         skipped.on_skipped = self.listeners.skipped
@@ -198,22 +198,18 @@ class Session(AnySession):
             supervision=self._supervision,
         )
         self._training.skipped = skipped
-        if self._beginning.choice is None or not self._beginning.choice.continues:
-            self.listeners.saved.append(self._fingerprint.hyperparameters.tell_passing)
-        self._recorder = (
-            None if self._options.record is None else self._make_recorder(self._training, self._options.record)
-        )
+        self._recorder = None if self._options.rule is None else self._make_recorder(self._training, self._options.rule)
         if self._replay is not None:
             self._replay.begin(self.loaders, self._beginning.ranks)
 
-    def _make_recorder(self, training: Training, rule: str | Rule) -> FlightRecorder:
+    def _make_recorder(self, training: Training, rule: str | Rule) -> StepRecorder:
         writer = IncidentWriter(
             self.trainer,
             self._beginning,
             training.checkpointer.autosaver.pace,
             boundary=lambda: training.boundary,
         )
-        recorder = FlightRecorder(self.trainer, rule, writer, stops=self._options.stop_on_incident)
+        recorder = StepRecorder(self.trainer, rule, writer, stops=self._options.stop)
         recorder.take_seams(self._patches)
         training.captures_each = True
         return recorder

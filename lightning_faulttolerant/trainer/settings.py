@@ -15,27 +15,42 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Real
 from pathlib import PurePath
-from typing import TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_faulttolerant.errors import OPTIONS_VARIABLE, SEPARATOR
 from lightning_faulttolerant.records.incidents import RULES, Rule
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
-from lightning_faulttolerant.records.requests import Skip, checked_skips
+from lightning_faulttolerant.records.requests import Skip, accepted_names, skips_requested
 from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.storage.store import is_url, local_path
 from lightning_faulttolerant.supervision.heartbeats import HANG_NAMES
+from lightning_faulttolerant.trainer.process import read_trust
 from lightning_faulttolerant.trainer.run.directory import Script, check_run_id, this_process
-from lightning_faulttolerant.trainer.signals import duration
+from lightning_faulttolerant.trainer.signals import checked_deadline, duration
 
 _VALUE = r"""(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<plain>(?!["'])[^,]*?))"""
-_PAIR = re.compile(rf"\s*(?P<name>\w*)\s*=\s*{_VALUE}\s*(?:,|$)")
+_PAIR = re.compile(rf"\s*(?P<name>[\w.]*)\s*=\s*{_VALUE}\s*(?:,|$)")
 EXAMPLE = 'every_n_train_steps=50, strict=false, dirpath="s3://bucket/runs"'
 """A value of the variable."""
+COMPANIONS = ("FlightRecorder", "HangWatch")
+_RUN = "type `lightning-faulttolerant run"
+_ELSEWHERE = {
+    "record": "pass FlightRecorder(rule=...), another callback, next to it",
+    "stop_on_incident": "pass FlightRecorder(stop=True), another callback, next to it",
+    "keep_every": "pass FlightRecorder(None, keep_every=...), another callback, next to it",
+    "hang": "pass HangWatch(action=...), another callback, next to it",
+    "hang_timeout": "pass HangWatch(timeout=...), another callback, next to it",
+    "resume_from": f"{_RUN} --from STEP -- python train.py`",
+    "skip_batches": f"{_RUN} --skip EPOCH:BATCH -- python train.py`",
+    "ignore_hyperparameters": f"{_RUN} --accept hyperparameters.NAME -- python train.py`",
+    "ledger": f"set {LEDGER_VARIABLE} to the path of the file",
+    "save_on_exception": "leave it out, since an exception always saves what is known to be correct",
+}
 _CONTRADICTING = {"every_n_train_steps": "train_time_interval", "train_time_interval": "every_n_train_steps"}
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -52,10 +67,14 @@ def with_options_of_environment(init: Init) -> Init:
 
     @functools.wraps(init)
     def with_options(self: object, *args: object, **kwargs: object) -> None:
+        moved = [name for name in kwargs if name in _ELSEWHERE and name not in option_names(init)]
+        if moved:
+            raise TypeError(f"FaultTolerance has no argument {moved[0]}: {_ELSEWHERE[moved[0]]}.")
         by_variable = read_options(init, os.environ.get(OPTIONS_VARIABLE, ""))
         passed = {**dict(zip(option_names(init), args, strict=False)), **kwargs}
         contradicted = {_CONTRADICTING.get(name) for name, value in passed.items() if value is not None}
         options = {name: by_variable[name] for name in by_variable if name not in passed and name not in contradicted}
+        vars(self)["_given"] = {**options, **passed}
         try:
             init(self, *args, **options, **kwargs)
         except (TypeError, ValueError) as error:
@@ -64,6 +83,18 @@ def with_options_of_environment(init: Init) -> Init:
             raise type(error)(f"{OPTIONS_VARIABLE}: {error}") from None
 
     return with_options  # type: ignore[return-value]  # of the same arguments
+
+
+def described(callback: object, init: Callable[..., None]) -> str:
+    """Return the ``repr`` of a callback: its arguments that differ from the defaults.
+
+    Args:
+        callback: The callback.
+        init: Its constructor, from `with_options_of_environment`.
+    """
+    given, known = vars(callback).get("_given", {}), inspect.signature(init).parameters
+    shown = [f"{name}={given[name]!r}" for name in known if name in given and given[name] != known[name].default]
+    return f"{type(callback).__name__}({', '.join(shown)})"
 
 
 def option_names(init: Callable[..., None]) -> list[str]:
@@ -84,11 +115,22 @@ def read_options(init: Callable[..., None], text: str) -> dict[str, object]:
     pairs = _pairs(text)
     if not pairs:
         return {}
-    names, types = option_names(init), get_type_hints(init)
-    unknown = [name for name in pairs if name not in names]
+    kind = init.__qualname__.partition(".")[0]
+    prefix = f"{kind}." if kind in COMPANIONS else ""
+    own = {name: prefix + name for name in option_names(init)}
+    others = () if prefix else COMPANIONS
+    rest = [name for name in pairs if name.startswith(prefix) and name not in own.values()]
+    unknown = [name for name in rest if name.partition(".")[0] not in others]
     if unknown:
-        raise ValueError(f"{OPTIONS_VARIABLE}: there is no option {unknown[0]!r}. The options are {', '.join(names)}.")
-    return {name: _value(name, value, types[name]) for name, value in pairs.items()}
+        options = ", ".join((*own.values(), *(f"{name}...." for name in others)))
+        raise ValueError(f"{OPTIONS_VARIABLE}: there is no option {unknown[0]!r}. The options are {options}.")
+    types = get_type_hints(init)
+    return {name: _value(told, pairs[told], types[name]) for name, told in own.items() if told in pairs}
+
+
+def is_in_environment(kind: str) -> bool:
+    """Return whether the variable has options for a class of `COMPANIONS`."""
+    return any(name.startswith(f"{kind}.") for name in _pairs(os.environ.get(OPTIONS_VARIABLE, "")))
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -111,7 +153,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 def _value(name: str, text: str, hint: object) -> object:
     """Return a value of one of the types that a parameter takes."""
-    types = get_args(hint) if get_origin(hint) not in (None, Sequence) and get_args(hint) else (hint,)
+    types = get_args(hint) if get_origin(hint) not in (None, Sequence, Literal) and get_args(hint) else (hint,)
     kinds = [get_origin(kind) or kind for kind in types]
     read = [(told, kind_read) for kind, (told, kind_read) in _READERS.items() if kind in kinds]
     for _, kind_read in read:
@@ -154,6 +196,7 @@ _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
     int: ("a whole number", _number(int)),
     float: ("a number", _number(float)),
     str: ("a text, not empty", lambda text: text or _UNFIT),
+    Literal: ("a word", lambda text: text or _UNFIT),
     timedelta: ("a time such as 0:05:00 (hours, minutes, seconds)", _duration),
     Sequence: (f"names separated by {SEPARATOR}", _list),
 }
@@ -163,16 +206,9 @@ _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
 DEFAULT_BUDGET = 0.01
 """The `overhead_budget` if the user sets none."""
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
-_FLAGS = (
-    "auto_resume",
-    "strict",
-    "elastic",
-    "async_save",
-    "incremental",
-    "stop_on_incident",
-)
-_HANG = HANG_NAMES[1:]
-_EPOCH_AND_BATCH = re.compile(r"\d+:\d+")
+_FLAGS = ("auto_resume", "strict", "elastic", "async_save", "incremental")
+_ACTIONS = HANG_NAMES[1:]
+_PLACE = re.compile(r"\d+(:\d+)?")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
@@ -190,6 +226,13 @@ def requested_ledger() -> str | None:
     return os.path.abspath(os.path.expanduser(local_path(text)))
 
 
+def requested_branch() -> str:
+    """Return where a branch begins: a number of optimizer steps, ``EPOCH:BATCH``, an absolute path, or a URL."""
+    text = os.environ.get(RESUME_FROM_VARIABLE, "").strip()
+    is_path = text and not _PLACE.fullmatch(text) and not is_url(text)
+    return os.path.abspath(os.path.expanduser(local_path(text))) if is_path else text
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """See `FaultTolerance` for what each argument means."""
@@ -200,26 +243,29 @@ class Options:
     every_n_train_steps: int | None
     train_time_interval: timedelta | None
     overhead_budget: float
+    async_save: bool
+    incremental: bool
     stop_signals: tuple[str, ...]
     grace_seconds: float
+    deadline: float | None
     auto_resume: bool
     strict: bool
-    elastic: bool = False
-    worker_rng: str = "capture"
-    async_save: bool = False
-    incremental: bool = False
-    deadline: float | None = None
-    trust_autosaves: bool | None = None
-    ignore_hyperparameters: tuple[str, ...] = ()
-    hang: str | None = None
-    hang_timeout: float | None = None
+    elastic: bool
+    worker_rng: str
+    trust_autosaves: bool | None
+    rule: str | Rule | None = None
+    stop: bool = False
     keep_every: int | None = None
-    record: str | Rule | None = None
-    stop_on_incident: bool = False
-    resume_from: int | str | None = None
-    skip_batches: tuple[Skip, ...] = ()
+    action: str | None = None
+    timeout: float | None = None
     has_own_budget: bool = True
     """Whether the user has set `overhead_budget`."""
+    resume_from: str = field(default_factory=requested_branch)
+    """Where the branch begins that the environment has asked for when the callback was created, or ``""``."""
+    skips: tuple[Skip, ...] = field(default_factory=skips_requested)
+    """The batches to leave out."""
+    accepted: tuple[str, ...] = field(default_factory=accepted_names)
+    """The names of differences that a resume accepts."""
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     ledger: str | None = field(default_factory=requested_ledger)
@@ -227,55 +273,44 @@ class Options:
     script: Script = field(default_factory=this_process)
     """The process that created the callback. Lightning may run the fit in other processes."""
 
+    @classmethod
+    def of_arguments(cls, arguments: Mapping[str, Any]) -> Options:
+        """Return the options that arguments of `FaultTolerance` ask for."""
+        own = {name: arguments[name] for name in cls.__slots__ if name in arguments}
+        budget, trust = own["overhead_budget"], own["trust_autosaves"]
+        return cls(**{
+            **own,
+            "dirpath": _checked_dirpath(own["dirpath"]),
+            "overhead_budget": DEFAULT_BUDGET if budget is None else budget,
+            "has_own_budget": budget is not None,
+            "stop_signals": tuple(own["stop_signals"]),
+            "deadline": checked_deadline(own["deadline"]),
+            "trust_autosaves": read_trust() if trust is None else trust,
+        })  # fmt: skip
+
     def __post_init__(self) -> None:
         self._check_types()
         if self.run_id is not None:
             check_run_id(self.run_id)
-        if self.keep_last < 1:
-            raise ValueError(
-                f"keep_last must be at least 1, got {self.keep_last}: nothing resumes without an autosave."
-            )
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every must be at least 1, got {self.keep_every}.")
         if self.every_n_train_steps is not None and self.train_time_interval is not None:
             raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
-        if self.every_n_train_steps is not None and self.every_n_train_steps < 1:
-            raise ValueError(f"every_n_train_steps must be at least 1, got {self.every_n_train_steps}.")
         if self.train_time_interval is not None and self.train_time_interval <= timedelta(0):
             raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
         if not 0 < self.overhead_budget <= 1:
             raise ValueError(f"overhead_budget must be a share of the time in (0, 1], got {self.overhead_budget}.")
-        if not self.grace_seconds > 0:  # refuses NaN, too
-            raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
         if self.worker_rng not in ("capture", "per_sample"):
             raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
         for name in self.stop_signals:
             _check_signal(name)
-        if self.record is not None and self.record not in RULES and not callable(self.record):
-            raise ValueError(
-                f"record must be one of {', '.join(map(repr, RULES))}, a function, or None; got {self.record!r}."
-            )
-        name = "stop_on_incident"
-        if self.stop_on_incident and self.record is None:
-            raise ValueError(f"{name}=True has no effect without record: pass record='nan', too.")
-        if self.hang is not None and self.hang not in _HANG:
-            raise ValueError(f"hang must be one of {', '.join(map(repr, _HANG))}, or None; got {self.hang!r}.")
-        if self.hang_timeout is not None and not self.hang_timeout > 0:
-            raise ValueError(f"hang_timeout must be positive, got {self.hang_timeout}.")
-        object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
-        object.__setattr__(self, "skip_batches", checked_skips(self.skip_batches))
 
     def _check_types(self) -> None:
-        for name in ("keep_last", "every_n_train_steps", "keep_every"):
+        for name in ("keep_last", "every_n_train_steps"):
             if name == "keep_last" or getattr(self, name) is not None:
-                object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
-        numbers = ("overhead_budget", "grace_seconds", *(() if self.hang_timeout is None else ("hang_timeout",)))
-        for name in numbers:
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
-                raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}.")
+                object.__setattr__(self, name, _at_least_1(name, getattr(self, name)))
+        _check_number("overhead_budget", self.overhead_budget)
+        _check_positive("grace_seconds", self.grace_seconds)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+            _check_flag(name, getattr(self, name))
         if self.trust_autosaves is not None and not isinstance(self.trust_autosaves, bool):
             raise TypeError(f"trust_autosaves must be True, False or None, got {self.trust_autosaves!r}.")
         interval = self.train_time_interval
@@ -303,6 +338,53 @@ class Options:
         return tuple(dict.fromkeys(signal.Signals[name] for name in self.stop_signals))
 
 
+def checked_recording(rule: str | Rule | None, *, stop: bool, keep_every: int | None) -> dict[str, object]:
+    """Return the fields of `Options` for arguments of `FlightRecorder`.
+
+    Raises:
+        TypeError: If one has the wrong type.
+        ValueError: If one is out of its range, or two contradict each other.
+    """
+    if rule is not None and rule not in RULES and not callable(rule):
+        raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, a function, or None; got {rule!r}.")
+    _check_flag("stop", stop)
+    if stop and rule is None:
+        raise ValueError("stop=True has no effect without a rule: pass rule='nan', too.")
+    if keep_every is not None:
+        keep_every = _at_least_1("keep_every", keep_every)
+    return {"rule": rule, "stop": stop, "keep_every": keep_every}
+
+
+def checked_watch(action: str, timeout: float | None) -> dict[str, object]:
+    """Return the fields of `Options` for arguments of `HangWatch`.
+
+    Raises:
+        TypeError: If `timeout` is not a number.
+        ValueError: If one is out of its range.
+    """
+    if action not in _ACTIONS:
+        raise ValueError(f"action must be one of {', '.join(map(repr, _ACTIONS))}; got {action!r}.")
+    if timeout is not None:
+        _check_positive("timeout", timeout)
+    return {"action": action, "timeout": timeout}
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    _check_number(name, value)
+    if not value > 0:  # refuses NaN, too
+        raise ValueError(f"{name} must be positive, got {value}.")
+
+
 def _check_signal(name: str) -> None:
     if name in _UNSTOPPABLE:
         raise ValueError(f"stop_signals can't contain {name}: no process can handle it as a request to stop.")
@@ -312,7 +394,7 @@ def _check_signal(name: str) -> None:
         )
 
 
-def _whole_number(name: str, value: object) -> int:
+def _at_least_1(name: str, value: object) -> int:
     """Return a whole number of any type, such as NumPy's, as Python's ``int``."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -320,68 +402,18 @@ def _whole_number(name: str, value: object) -> int:
         number = None
     if number is None:
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}.")
     return number
 
 
-def _names(names: object) -> tuple[str, ...]:
-    """Return names of hyperparameters as a tuple."""
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        advice = f" For a single one, pass ({names!r},)." if isinstance(names, str) else ""
-        raise TypeError(
-            "ignore_hyperparameters must be a tuple or a list of names, such as ('run_name', 'optimizer.start_time');"
-            f" got {names!r}.{advice}"
-        )
-    if not all(names):
-        raise ValueError(f"ignore_hyperparameters contains an empty name, got {names!r}. It would have no effect.")
-    return tuple(names)
-
-
-def _text(name: str, path: str | os.PathLike[str]) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"{name} must be a path, got {path!r}.")
-    return os.fspath(path)
-
-
-def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
-    """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system.
-
-    Raises:
-        TypeError: If `dirpath` is not a path.
-        ValueError: If `dirpath` is a URL that `Path` has spoilt.
-    """
+def _checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system."""
     if dirpath is None:
         return None
-    text = _text("dirpath", dirpath)
+    if not isinstance(dirpath, (str, os.PathLike)):
+        raise TypeError(f"dirpath must be a path, got {dirpath!r}.")
+    text = os.fspath(dirpath)
     if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
         raise ValueError(f"dirpath is {dirpath!r}: Path removes a slash from a URL. Pass the URL as a string.")
     return text if is_url(text) else os.path.expanduser(local_path(text))
-
-
-def checked_resume_from(source: int | str | os.PathLike[str] | None) -> int | str | None:
-    """Return where a branch begins: a number of optimizer steps, ``EPOCH:BATCH``, or an absolute path or URL.
-
-    Without an argument, the environment decides.
-
-    Raises:
-        TypeError: If `source` is something else.
-        ValueError: If `source` is empty or negative, or a URL that `Path` has spoilt.
-    """
-    if source is None:
-        source = os.environ.get(RESUME_FROM_VARIABLE) or None
-    if source is None:
-        return None
-    if not isinstance(source, (str, os.PathLike)):
-        number = _whole_number("resume_from", source)
-        if number < 0:
-            raise ValueError(f"resume_from must be a number of optimizer steps, from 0; got {number}.")
-        return number
-    text = _text("resume_from", source).strip()
-    if not text:
-        raise ValueError("resume_from must name a step or an autosave, got ''. To begin no branch, leave it out.")
-    if text.isdecimal():
-        return int(text)
-    if _EPOCH_AND_BATCH.fullmatch(text) or is_url(text):
-        return text
-    if isinstance(source, PurePath) and _SPOILT_URL.match(text):
-        raise ValueError(f"resume_from is {source!r}: Path removes a slash from a URL. Pass the URL as a string.")
-    return os.path.abspath(os.path.expanduser(local_path(text)))

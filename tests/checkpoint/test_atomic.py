@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import atomic_torch_save, atomic_write_bytes, atomic_writer, verify_file
-from lightning_faulttolerant.storage.local import find_leftovers
+from lightning_faulttolerant.checkpoint.saving import atomic_torch_save, atomic_write_bytes
+from lightning_faulttolerant.checkpoint.verify import verify_file
+from lightning_faulttolerant.storage.local import atomic_writer, find_leftovers
 
 FORK = multiprocessing.get_context("fork")
 

@@ -16,8 +16,9 @@ import torch
 
 import lightning_faulttolerant
 from lightning_faulttolerant import atomic_torch_save
-from lightning_faulttolerant.checkpoint import atomic_write_bytes, verify_file
 from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
+from lightning_faulttolerant.checkpoint.verify import verify_file
 from tests.faulty_files import FaultyFiles, PowerLoss
 from tests.file_faults import fail_with, kill_before, lose, write_short
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from tests.processes import dead_process_id
 

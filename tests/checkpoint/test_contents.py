@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightning_faulttolerant.checkpoint import contents, manifest, verify_path
+from lightning_faulttolerant.checkpoint import contents, manifest
 from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.storage.store import open_store
 from tests.faulty_files import FaultyFiles

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from lightning_faulttolerant import AtomicDirectory
-from lightning_faulttolerant.checkpoint import directory_series, read_manifest, verify_path
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
+from lightning_faulttolerant.checkpoint import directory_series
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import this_machine
 from tests.faulty_files import FaultyFiles

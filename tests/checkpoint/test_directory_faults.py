@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant import AtomicDirectory
-from lightning_faulttolerant.checkpoint import verify_path
+from lightning_faulttolerant.checkpoint.verify import verify_path
 from tests.faulty_files import FaultyFiles, PowerLoss
 from tests.file_faults import KINDS, fail_with, kill_after
 from tests.processes import in_child

@@ -12,7 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_faulttolerant import AtomicDirectory
-from lightning_faulttolerant.checkpoint import contents, directory, read_manifest, verify_path
+from lightning_faulttolerant.checkpoint import contents, directory
+from lightning_faulttolerant.checkpoint.manifest import read_manifest
+from lightning_faulttolerant.checkpoint.verify import verify_path
 from tests.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=20)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, verify_file, verify_path
 from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter, find_damage
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, base_name, bases_in, remove_unused
 from lightning_faulttolerant.checkpoint.increments import bytes_of, pickled
@@ -27,6 +26,8 @@ from lightning_faulttolerant.checkpoint.joined_file import (
     find_whole_damage,
     opened_whole,
 )
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file, verify_file, verify_path
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from tests.faulty_files import FaultyFiles, PowerLoss
 from tests.file_faults import fail_with

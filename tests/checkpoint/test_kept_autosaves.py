@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_files import kept_paths
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 
 
 def _save(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, autosave_files
+from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import (
     CheckpointError,

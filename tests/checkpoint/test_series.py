@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file, series
-from lightning_faulttolerant.checkpoint.verify import read_back
+from lightning_faulttolerant.checkpoint import series
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file, read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 from tests.processes import dead_process_id
 

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import (
     DamagedCheckpointError,
     NoValidCheckpointError,

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file
 from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
 CONTENT = {

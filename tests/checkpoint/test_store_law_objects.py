@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from tests.checkpoint.writers import SHARD, content, load_objects, save_objects
 from tests.emulators import WARNING
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, verify_file
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, INCREMENTAL, SERIES, SHARDS, Writer, exit_code
 from tests.faulty_files import FaultyFiles, PowerLoss

@@ -10,7 +10,9 @@ import fsspec
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
+from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file
 from tests.checkpoint.writers import content
 from tests.file_faults import FaultyURLs, fail_with, lose, write_short
 

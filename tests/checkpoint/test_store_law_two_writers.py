@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file
 from tests.checkpoint.writers import FILE_WRITERS, FORK, SERIES, content, leftovers
 from tests.faulty_files import FaultyFiles
 

@@ -18,16 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from lightning_faulttolerant.checkpoint import (
-    AutosaveSeries,
-    load_file,
-    unsafe_paths,
-    verify_file,
-    verify_path,
-    write_manifest,
-)
 from lightning_faulttolerant.checkpoint.archive import find_damage
 from lightning_faulttolerant.checkpoint.checked_file import CHUNK_BYTES
+from lightning_faulttolerant.checkpoint.contents import write_manifest
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
-from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
-from lightning_faulttolerant.checkpoint.verify import load_path
+from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, atomic_torch_save
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file, load_path
 from lightning_faulttolerant.storage.local import make_directory
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save
+from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.state.packing import pack_blobs
 

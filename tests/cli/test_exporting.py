@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_files import bases_in
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from tests.cli.checkpoints import call, checkpoint, save, save_series
 
 Capture = pytest.CaptureFixture[str]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli import found as finding
 from lightning_faulttolerant.records.runs import VARIABLE, Command, RegisteredRun, Registry
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series

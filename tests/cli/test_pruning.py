@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, RunLock
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli import pruning
+from lightning_faulttolerant.storage.lock import RunLock
 from tests.cli.checkpoints import call, flip, save, save_series
 
 Capture = pytest.CaptureFixture[str]
@@ -148,7 +149,7 @@ def test_a_dry_run_says_the_same_and_deletes_nothing(
 def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Yield another process that holds the lock of a run."""
     program = (
-        "import sys; from pathlib import Path; from lightning_faulttolerant.checkpoint import RunLock\n"
+        "import sys; from pathlib import Path; from lightning_faulttolerant.storage.lock import RunLock\n"
         "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

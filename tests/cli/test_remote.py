@@ -11,8 +11,9 @@ import pytest
 import s3fs
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, open_store
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.storage.lock import open_lock
+from lightning_faulttolerant.storage.store import open_store
 from tests.checkpoint.writers import SHARD, begin_objects, save_objects
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 from tests.s3 import CREDENTIALS, s3_server
@@ -94,7 +95,7 @@ def test_superseded_and_set_aside_ones_are_known_by_their_urls(url: str, capsys:
 
 def test_a_directory_with_a_manifest_is_found_in_a_store(url: str, tmp_path: Path, capsys: Capture) -> None:
     """A committed directory is one checkpoint there too, and a missing file in it is damage."""
-    from lightning_faulttolerant.checkpoint import write_manifest
+    from lightning_faulttolerant.checkpoint.contents import write_manifest
 
     for name in ("a.ckpt", "b.ckpt"):
         save(tmp_path / "sharded" / name)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from tests.cli.checkpoints import call, checkpoint
 
 SHARD = "__0_0.distcp"

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from tests.cli.checkpoints import call, flip, foreign, save, save_series
 
 Capture = pytest.CaptureFixture[str]

@@ -95,7 +95,7 @@ def test_mlflow_has_one_run_with_the_points_of_the_uninterrupted_one(kills: list
 
 def interrupted(tmp_path: Path, make: Make, then: Make | None = None, kill: Any = 3, **arguments: Any) -> Ended:
     """Run, kill, and run again; return how the second run ended."""
-    options = {"every_n_train_steps": 2, "ignore_hyperparameters": ["width"]}
+    options = {"every_n_train_steps": 2}
     kill = KillAt(kill) if isinstance(kill, int) else kill
     run(lambda: fit([FaultTolerance(**options), kill], tmp_path, make))
     ended = run(lambda: fit([FaultTolerance(**options)], tmp_path, then or make, **arguments), seed=99)

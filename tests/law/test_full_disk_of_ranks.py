@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.full_disks import FullDisk
@@ -47,11 +48,12 @@ def test_first_rank_that_can_not_save_where_time_says_when() -> None:
 
 
 @pytest.mark.slow
-def test_first_rank_that_can_not_save_a_multiple_of_keep_every() -> None:
+def test_first_rank_that_can_not_save_a_multiple_of_keep_every(monkeypatch: pytest.MonkeyPatch) -> None:
     """It requests another try soon after, though no save is due by steps, and the others take part."""
     fit = rank_fit(2, users=lambda: [Slow()], max_epochs=6)
     faults = [[FullDisk(19, 21, rank=0), KillAt(36, rank=1)]]
-    options = {"every_n_train_steps": 20, "keep_every": 20}
+    monkeypatch.setenv(OPTIONS_VARIABLE, "FlightRecorder.rule=none, FlightRecorder.keep_every=20")
+    options = {"every_n_train_steps": 20}
     [cost] = assert_resumes_exactly(fit, faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
     assert cost.exit_code == -signal.SIGKILL
     assert cost.num_batches_twice < 36 - 20

@@ -1,22 +1,19 @@
-"""A run whose hyperparameters differ between starts resumes if the difference is text, or if the user allows it."""
+"""A run whose hyperparameters differ between starts resumes if the difference is text, or if the user accepts it."""
 
 from __future__ import annotations
 
 import signal
-import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
 
+from lightning_faulttolerant.records.requests import ACCEPT_VARIABLE
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Ended, run
 from tests.runs import Net, fit_net
 from tests.scripts import autosaves, protected, tell, told, weights
-
-HOLD = "Some hyperparameters hold the time or the process id"
 
 
 class Named(Net):
@@ -59,20 +56,31 @@ def test_other_values_are_refused_with_what_to_do(values: Any, tmp_path: Path) -
     refused = killed_and_restarted(tmp_path, *values)
     assert refused.exit_code == 1
     assert "FingerprintMismatchError" in refused.output
-    assert "name it in FaultTolerance(ignore_hyperparameters=(...))" in refused.output
+    assert f"lightning-faulttolerant run --accept hyperparameters.{next(iter(values[0]))} -- " in refused.output
     assert autosaves(tmp_path) != []
 
 
-def test_ignored_values_may_differ(tmp_path: Path) -> None:
-    """Values that the option names, and values below them, are not compared."""
-    names = ("start", "o.times")
-    first = {"start": 1.5, "o": {"times": {"a": 1}, "rate": 1}}
-    ended = killed_and_restarted(
-        tmp_path, first, {"start": 2.5, "o": {"times": {"a": 2}, "rate": 1}}, ignore_hyperparameters=names
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
-    assert "hyperparameters." not in ended.output
+def test_what_was_accepted_once_stays_accepted_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that differs at each start, or values below a name, are accepted once; each report tells of them."""
+    values = [{"start": number, "o": {"times": {"a": number}, "rate": 1}} for number in range(3)]
+    refused = killed_and_restarted(tmp_path, values[0], values[1])
+    assert "--accept hyperparameters.o.times.a --accept hyperparameters.start -- " in refused.output
+    monkeypatch.setenv(ACCEPT_VARIABLE, "hyperparameters.o.times, hyperparameters.start")
+    accepted = run(lambda: train(tmp_path, values[1], KillAt(1)), seed=99)
+    assert "NOT EXACT hyperparameters.start: 0 when it was saved, 1 now" in accepted.output
+    monkeypatch.delenv(ACCEPT_VARIABLE)
+    last = run(lambda: train(tmp_path, values[2]), seed=98)
+    assert last.exit_code == 0, last.output
+    assert ": hyperparameters.start: 0 when it was saved, 1 now" in last.output
+    assert "NOT EXACT hyperparameters.o.times.a: 1 when it was saved, 2 now" in last.output
+
+
+def test_no_other_difference_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name covers what is below it, and nothing that only begins with the same letters."""
+    monkeypatch.setenv(ACCEPT_VARIABLE, "hyperparameters.start")
+    refused = killed_and_restarted(tmp_path, {"started": 1}, {"started": 2})
+    assert "run --accept hyperparameters.started -- " in refused.output
+    assert refused.exit_code == 1
 
 
 def test_without_strict_it_is_not_exact(tmp_path: Path) -> None:
@@ -80,22 +88,3 @@ def test_without_strict_it_is_not_exact(tmp_path: Path) -> None:
     ended = killed_and_restarted(tmp_path, {"start": 1.5}, {"start": 2.5}, strict=False)
     assert ended.exit_code == 0, ended.output
     assert "NOT EXACT hyperparameters.start: 1.5 when it was saved, 2.5 now" in ended.output
-
-
-def test_time_is_named_at_the_first_save_of_the_first_start(tmp_path: Path) -> None:
-    """A hyperparameter with a time is named once, at the first save; a start that resumes does not repeat it."""
-    values = {"start": time.time(), "name": f"{datetime.now():%Y-%m-%d_%H-%M-%S}", "seed": 2024}
-    first = run(lambda: train(tmp_path, values, KillAt(3), ignore_hyperparameters=("seed",)))
-    assert first.output.count(HOLD) == 1
-    assert "ignore_hyperparameters=('start',)" in first.output
-    ended = run(lambda: train(tmp_path, values), seed=99)
-    assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly" in ended.output
-    assert HOLD not in ended.output
-
-
-def test_nothing_is_said_of_common_values(tmp_path: Path) -> None:
-    """A run with ordinary hyperparameters prints no advice."""
-    ended = run(lambda: train(tmp_path, {"seed": 2024, "size": 1e9, "name": "resnet-50", "layers": [1, 2]}))
-    assert ended.exit_code == 0, ended.output
-    assert HOLD not in ended.output

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_faulttolerant import FaultTolerance, MeasuredStep
+from lightning_faulttolerant import FaultTolerance, FlightRecorder, MeasuredStep
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.cli import main as command_line
 from lightning_faulttolerant.records.incidents import Incident, read_incident
@@ -23,7 +23,7 @@ from tests.groups import run_group
 from tests.processes import Ended, run
 from tests.rank_runs import shuffled
 from tests.runs import Net, fit_net
-from tests.scripts import autosaves, tell, told, weights
+from tests.scripts import autosaves, protection, tell, told, weights
 
 STEP = 7
 """The step of most incidents: batch 2 of the second epoch."""
@@ -83,7 +83,7 @@ def trained(
     directory.mkdir(exist_ok=True)
 
     def main() -> None:
-        own = [] if options is None else [FaultTolerance(**options)]
+        own = [] if options is None else protection(**options)
         trainer = fit_net([*own, *callbacks], directory, ckpt_path=ckpt, **{"max_epochs": 2, **arguments})
         tell(directory, "weights", weights(trainer))
 
@@ -109,7 +109,7 @@ def test_the_file_equals_an_autosave_and_continues_exactly(tmp_path: Path, argum
     plain, recorded, again = tmp_path / "plain", tmp_path / "recorded", tmp_path / "again"
     # 3 batches make a window: step 7 is the second batch of the second window of its epoch.
     assert trained(plain, None, **arguments).exit_code == 0
-    ended = trained(recorded, {"record": at_step, "overhead_budget": 1e-9}, **arguments)
+    ended = trained(recorded, {"rule": at_step, "overhead_budget": 1e-9}, **arguments)
     assert ended.exit_code == 0, ended.output
     assert told(plain, "weights") == told(recorded, "weights")
     [incident] = incidents(recorded).values()
@@ -126,7 +126,7 @@ def test_the_file_equals_an_autosave_and_continues_exactly(tmp_path: Path, argum
 
 def test_the_file_equals_an_autosave_of_that_boundary(tmp_path: Path) -> None:
     """Each part of both is equal; the autosave of the next boundary differs."""
-    own = {"record": at_step, "keep_every": 1}
+    own = {"rule": at_step, "keep_every": 1}
     ended = trained(tmp_path, own)
     assert ended.exit_code == 0, ended.output
     written, saved = (
@@ -140,7 +140,7 @@ def test_the_file_equals_an_autosave_of_that_boundary(tmp_path: Path) -> None:
 
 def test_a_nan_is_recorded_once_for_a_series(tmp_path: Path) -> None:
     """After the optimizer has used a NaN, each later step has one: the first of them is written, and no other."""
-    ended = trained(tmp_path, {"record": "nan"}, module=Spoilt(STEP))
+    ended = trained(tmp_path, {"rule": "nan"}, module=Spoilt(STEP))
     assert ended.exit_code == 0, ended.output
     [incident] = incidents(tmp_path).values()
     assert (incident.step, incident.loss) == (STEP, "nan")
@@ -155,7 +155,7 @@ def test_a_nan_is_recorded_once_for_a_series(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"record": "spike"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rule": "spike"}], ids=str)
 def test_a_sound_run_has_no_incident(tmp_path: Path, options: dict[str, Any]) -> None:
     """Without a rule nothing is recorded, whatever happens; with one, only what it names."""
     spoilt = Spoilt(STEP) if not options else Net()
@@ -167,7 +167,7 @@ def test_a_sound_run_has_no_incident(tmp_path: Path, options: dict[str, Any]) ->
 
 def test_there_are_at_most_five(tmp_path: Path) -> None:
     """A rule that names every second step has five files in the end, and the log tells of the others."""
-    ended = trained(tmp_path, {"record": lambda step: step.step % 2 == 0}, max_epochs=3)
+    ended = trained(tmp_path, {"rule": lambda step: step.step % 2 == 0}, max_epochs=3)
     assert ended.exit_code == 0, ended.output
     assert [one.step for one in incidents(tmp_path).values()] == [0, 2, 4, 6, 8]
     assert ended.output.count("It is not recorded: there are 5 in") == 3
@@ -175,7 +175,7 @@ def test_there_are_at_most_five(tmp_path: Path) -> None:
 
 def test_a_stop_leaves_the_state_before_the_step(tmp_path: Path) -> None:
     """The run ends with the line to type, before the optimizer. A second start does the same, and keeps the file."""
-    own = {"record": "nan", "stop_on_incident": True}
+    own = {"rule": "nan", "stop": True}
     for _ in range(2):
         ended = trained(tmp_path, own, module=Spoilt(STEP))
         assert ended.exit_code == 1
@@ -191,7 +191,7 @@ def test_a_stop_leaves_the_state_before_the_step(tmp_path: Path) -> None:
 
 def test_an_exception_is_recorded_with_the_state_before_its_step(tmp_path: Path) -> None:
     """The step raises before the optimizer: its state is there, whatever the budget for captures."""
-    own = {"record": "nan", "overhead_budget": 1e-9}
+    own = {"rule": "nan", "overhead_budget": 1e-9}
     ended = trained(tmp_path, own, Raises("on_before_backward", STEP))
     assert ended.exit_code == 1
     [incident] = incidents(tmp_path).values()
@@ -207,7 +207,7 @@ def test_an_exception_is_recorded_with_the_state_before_its_step(tmp_path: Path)
 @pytest.mark.parametrize(("every", "number"), [(3, 2), (1, 1)])
 def test_an_exception_after_the_optimizer_names_the_last_autosave(tmp_path: Path, every: int, number: int) -> None:
     """The weights have moved: no state is written, but how many batches a replay runs from which autosave."""
-    own = {"record": "nan", "every_n_train_steps": every}
+    own = {"rule": "nan", "every_n_train_steps": every}
     ended = trained(tmp_path, own, Raises("on_train_batch_end", STEP))
     assert ended.exit_code == 1
     [incident] = incidents(tmp_path).values()
@@ -238,7 +238,7 @@ class Manual(Net):
 @pytest.mark.parametrize("which", [0, 1])
 def test_manual_optimization(tmp_path: Path, which: int) -> None:
     """A NaN before the first step of the batch's optimizers has its state; one after it names the last autosave."""
-    ended = trained(tmp_path, {"record": "nan", "every_n_train_steps": 4}, module=Manual(which))
+    ended = trained(tmp_path, {"rule": "nan", "every_n_train_steps": 4}, module=Manual(which))
     assert ended.exit_code == 0, ended.output
     [incident] = incidents(tmp_path).values()
     assert (incident.step, bool(incident.checkpoint)) == (STEP, which == 0)
@@ -267,7 +267,7 @@ class Scales(Net):
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_the_scaler_of_a_module_may_meet_an_overflow(tmp_path: Path, is_enabled: bool) -> None:
     """It is the scaler's way to find the scale, as with Lightning's own; a scaler that is off finds none."""
-    ended = trained(tmp_path, {"record": "nan"}, module=Scales(is_enabled=is_enabled))
+    ended = trained(tmp_path, {"rule": "nan"}, module=Scales(is_enabled=is_enabled))
     assert ended.exit_code == 0, ended.output
     assert [one.step for one in incidents(tmp_path).values()] == ([] if is_enabled else [STEP])
 
@@ -281,7 +281,7 @@ class AddsToCheckpoints(Spoilt):
 
 def test_a_hook_that_adds_values_of_now(tmp_path: Path) -> None:
     """It would add those of the middle of the step, so no state is written."""
-    ended = trained(tmp_path, {"record": "nan"}, module=AddsToCheckpoints(STEP))
+    ended = trained(tmp_path, {"rule": "nan"}, module=AddsToCheckpoints(STEP))
     assert ended.exit_code == 0, ended.output
     [incident] = incidents(tmp_path).values()
     assert incident.without.startswith("on_save_checkpoint")
@@ -289,7 +289,7 @@ def test_a_hook_that_adds_values_of_now(tmp_path: Path) -> None:
 
 def test_incidents_stay_when_autosaves_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They stay after the end and `prune`, no rerun resumes from them, and those of a rerun are not mixed with them."""
-    own = {"record": "nan"}
+    own = {"rule": "nan"}
     assert trained(tmp_path, own, module=Spoilt(STEP)).exit_code == 0
     assert not autosaves(tmp_path)
     assert command_line(["prune", str(tmp_path), "--keep-last", "1", "--superseded", "--damaged"]) == 0
@@ -311,7 +311,7 @@ def test_nothing_stays_on_the_trainer(tmp_path: Path) -> None:
     """After the fit, the strategy has its own methods again."""
 
     def main() -> None:
-        trainer = fit_net([FaultTolerance(record="nan")], tmp_path, max_epochs=1)
+        trainer = fit_net(protection(rule="nan"), tmp_path, max_epochs=1)
         assert not {"training_step", "backward"} & vars(trainer.strategy).keys()
 
     ended = run(main)
@@ -323,9 +323,10 @@ def test_a_recorded_run_resumes_exactly() -> None:
     """The law holds with the recorder, also for a kill right after an incident."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
-        return fit_net(callbacks, directory, max_epochs=2)
+        recorder = [FlightRecorder(at_step)] if any(isinstance(each, FaultTolerance) for each in callbacks) else []
+        return fit_net([*recorder, *callbacks], directory, max_epochs=2)
 
-    assert_resumes_exactly(fit, [KillAt(8)], options={"every_n_train_steps": 1, "record": at_step})
+    assert_resumes_exactly(fit, [KillAt(8)], options={"every_n_train_steps": 1})
 
 
 class SpoiltOnOne(Net):
@@ -350,7 +351,7 @@ def trained_on_two(
     def main(rank: int) -> None:
         torch.manual_seed(seed + rank)
         trainer = fit_net(
-            [FaultTolerance(record="nan", every_n_train_steps=2)], directory, train=shuffled(num_batches=5),
+            protection(rule="nan", every_n_train_steps=2), directory, train=shuffled(num_batches=5),
             module=SpoiltOnOne(is_spoilt=is_spoilt), max_epochs=1, devices=2, strategy="ddp", limit_val_batches=0,
             ckpt_path=ckpt, **arguments,
         )  # fmt: skip
@@ -408,8 +409,10 @@ def test_gradients_that_are_not_exchanged_are_of_one_rank(tmp_path: Path, monkey
     assert "did not come within" in found["incident-00000004.json"].without
 
 
-@pytest.mark.parametrize("options", [{"record": "inf"}, {"stop_on_incident": True}], ids=str)
-def test_options_that_can_have_no_effect_are_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [(FlightRecorder, {"rule": "inf"}), (FlightRecorder, {"rule": None, "stop": True})]
+)
+def test_options_that_can_have_no_effect_are_refused(kind: Any, options: dict[str, Any]) -> None:
     """A rule that does not exist, and options of the recorder without one."""
-    with pytest.raises(ValueError, match="record"):
-        FaultTolerance(**options)
+    with pytest.raises(ValueError, match="rule"):
+        FlightRecorder(**options)

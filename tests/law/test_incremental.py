@@ -15,9 +15,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint import increments, load_file
+from lightning_faulttolerant.checkpoint import increments
 from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
-from lightning_faulttolerant.records.runs import VARIABLE
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE
+from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE, VARIABLE
 from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
 from lightning_faulttolerant.trainer.recorder import KillAt
@@ -26,7 +28,7 @@ from tests.modules import FrozenNet
 from tests.processes import Ended, run
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import fit_net
-from tests.scripts import autosaves, protected, tell, told, weights
+from tests.scripts import autosaves, protection, tell, told, weights
 from tests.sharded import ShardedNet, fsdp2
 
 INCREMENTAL = {"every_n_train_steps": 1, "incremental": True}
@@ -51,11 +53,12 @@ def fit_blindly(callbacks: list[Callback], directory: Path) -> Any:
     return fit(callbacks, directory)
 
 
-@pytest.mark.parametrize("options", [{}, {"async_save": True}, {"keep_every": 3}], ids=str)
-def test_a_killed_run_continues_exactly(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ["async_save=false", "async_save=true", "FlightRecorder.keep_every=3"])
+def test_a_killed_run_continues_exactly(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after each kind of change, with every save incremental, the run equals the uninterrupted one."""
+    monkeypatch.setenv(OPTIONS_VARIABLE, options)
     faults = [KillAt(3), KillAt(4)]
-    costs = assert_resumes_exactly(fit, faults, options={**INCREMENTAL, **options})
+    costs = assert_resumes_exactly(fit, faults, options=INCREMENTAL)
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
@@ -77,8 +80,10 @@ def test_ranks_continue_exactly() -> None:
 
 def _main(directory: Path, *faults: Callback, module: type[LightningModule] = Wide, **options: Any) -> Ended:
     def main() -> None:
-        own = protected(**{**INCREMENTAL, "dirpath": directory / "saved", **options})
-        trainer = fit_net([own, *faults], directory, module=module())
+        if "resume_from" in options:
+            os.environ[RESUME_FROM_VARIABLE] = options.pop("resume_from")
+        own = protection(**{**INCREMENTAL, "dirpath": directory / "saved", **options})
+        trainer = fit_net([*own, *faults], directory, module=module())
         tell(directory, "weights", weights(trainer))
 
     return run(main)

@@ -280,11 +280,6 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "dirpath": [("/here", "/here"), ("s3://bucket/folder", "s3://bucket/folder"), ("null", None)],
     "run_id": [("mine", "mine"), ("null", None)],
     "keep_last": [("3", 3)],
-    "keep_every": [("100", 100), ("null", None)],
-    "record": [("nan", "nan"), ("spike", "spike"), ("null", None)],
-    "stop_on_incident": [("false", False)],
-    "resume_from": [("300", 300), ("'2:7'", "2:7"), ("/here/a.ckpt", "/here/a.ckpt"), ("null", None)],
-    "skip_batches": [("[[3, 17], [4, 2]]", ((3, 17), (4, 2))), ("[]", ())],
     "every_n_train_steps": [("50", 50)],
     "train_time_interval": [("'0:30:00'", timedelta(minutes=30)), ("'1 day, 0:00:00'", timedelta(days=1))],
     "overhead_budget": [("0.05", 0.05), ("1", 1.0)],
@@ -301,10 +296,7 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "strict": [("false", False)],
     "elastic": [("true", True)],
     "worker_rng": [("per_sample", "per_sample")],
-    "ignore_hyperparameters": [("[run_name, optimizer.start_time]", ("run_name", "optimizer.start_time"))],
     "trust_autosaves": [("true", True), ("false", False), ("null", None)],
-    "hang": [("stop", "stop"), ("null", None)],
-    "hang_timeout": [("600", 600.0), ("null", None)],
 }
 
 
@@ -324,3 +316,22 @@ def test_an_argument_from_yaml(name: str) -> None:
         for parsed in (config, parser.parse_string(parser.dump(config))):
             found = getattr(parser.instantiate_classes(parsed).callback._options, name)
             assert (found, type(found)) == (value, type(value)), text
+
+
+def test_the_companions_from_yaml() -> None:
+    """Each can be written in YAML."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "callback")
+    found = []
+    for name, arguments in (
+        ("FlightRecorder", "rule: spike, stop: true, keep_every: 100"),
+        ("FlightRecorder", "rule: null"),
+        ("HangWatch", "action: report, timeout: 600"),
+    ):
+        given = f"callback: {{class_path: lightning_faulttolerant.{name}, init_args: {{{arguments}}}}}"
+        found.append(repr(parser.instantiate_classes(parser.parse_string(given)).callback))
+    assert found == [
+        "FlightRecorder(rule='spike', stop=True, keep_every=100)",
+        "FlightRecorder(rule=None)",
+        "HangWatch(action='report', timeout=600.0)",
+    ]

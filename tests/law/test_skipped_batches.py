@@ -1,4 +1,4 @@
-"""`skip_batches`: a batch that is left out is loaded but not trained, and the run stays exact, and says so."""
+"""`run --skip`: a batch that is left out is loaded but not trained, and the run stays exact, and says so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.records.requests import SKIP_VARIABLE
+from lightning_faulttolerant.records.requests import SKIP_VARIABLE, text_of_skips
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.cli.checkpoints import call
@@ -40,16 +40,24 @@ class Seen(Callback):
         tell(self._directory, self._name, [trainer.current_epoch, batch_idx, trainer.global_step, content])
 
 
-def seen(directory: Path, name: str, **options: Any) -> list[list[Any]]:
+def skipping(*places: tuple[int, int], **options: Any) -> FaultTolerance:
+    """Return a callback whose run leaves these batches out."""
+    with pytest.MonkeyPatch.context() as patch:
+        if places:
+            patch.setenv(SKIP_VARIABLE, text_of_skips(places))
+        return FaultTolerance(**options)
+
+
+def seen(directory: Path, name: str, *skips: tuple[int, int]) -> list[list[Any]]:
     """Return what reaches the hooks in one run of one epoch."""
-    ended = run(lambda: fit_net([FaultTolerance(**options), Seen(directory, name)], directory / name, max_epochs=1))
+    ended = run(lambda: fit_net([skipping(*skips), Seen(directory, name)], directory / name, max_epochs=1))
     assert ended.exit_code == 0, ended.output
     return told(directory, name)
 
 
 def test_the_others_are_the_same_samples_and_keep_their_numbers(tmp_path: Path) -> None:
     """The batches after the one left out have the same numbers and contents; the optimizer makes a step less."""
-    whole, less = seen(tmp_path, "whole"), seen(tmp_path, "less", skip_batches=[(0, 1)])
+    whole, less = seen(tmp_path, "whole"), seen(tmp_path, "less", (0, 1))
     assert [(batch, content[0]) for _, batch, _, content in less][:1] == [(0, whole[0][3][0])]
     rows = {batch: [round(row[0], 1) for row in content] for _, batch, _, content in whole}
     assert [batch for _, batch, _, _ in less] == [0, 2, 3, 4]
@@ -83,7 +91,7 @@ class Exact(LightningModule):
 def test_each_other_batch_is_trained_once(tmp_path: Path, window: int, skips: list[int], num_steps: int) -> None:
     """With any window of accumulated gradients, the gradients of all other batches reach the weight, each once."""
     data = DataLoader(TensorDataset(2.0 ** torch.arange(6, dtype=torch.float64)), batch_size=1)
-    own = FaultTolerance(skip_batches=[(0, batch) for batch in skips])
+    own = skipping(*((0, batch) for batch in skips))
     trainer = make_trainer([own], tmp_path, max_epochs=1, accumulate_grad_batches=window)
     module = Exact()
     trainer.fit(module, data)
@@ -102,7 +110,7 @@ class Stream(IterableDataset[list[Tensor]]):
 def fit_stream(directory: Path, skips: list[int], *faults: Callback, **options: Any) -> float:
     """Fit an epoch of the stream, with accumulated gradients, and return the weight."""
     often = {"train_time_interval": timedelta(microseconds=1)}  # also within a window
-    own = FaultTolerance(skip_batches=[(0, batch) for batch in skips], **{**often, **options})
+    own = skipping(*((0, batch) for batch in skips), **{**often, **options})
     trainer = make_trainer([own, *faults], directory, max_epochs=1, accumulate_grad_batches=4)
     module = Exact()
     trainer.fit(module, DataLoader(Stream(), batch_size=None))
@@ -146,7 +154,7 @@ def test_a_request_of_an_earlier_start_comes_in_time(tmp_path: Path) -> None:
 
 def test_an_epoch_whose_last_batch_is_left_out_validates(tmp_path: Path) -> None:
     """The validation run after the last batch of an epoch does not depend on that batch."""
-    trainer = fit_net([FaultTolerance(skip_batches=[(0, 4)])], tmp_path, max_epochs=1)
+    trainer = fit_net([skipping((0, 4))], tmp_path, max_epochs=1)
     assert "val_loss" in trainer.callback_metrics
 
 
@@ -155,9 +163,10 @@ def fit_skipping(callbacks: list[Callback], directory: Path) -> Any:
     return fit_net(callbacks, directory)
 
 
-def test_killed_around_it_equals_undisturbed() -> None:
+def test_killed_around_it_equals_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed at each batch around the one left out equals the undisturbed run that leaves it out."""
-    options = {"every_n_train_steps": 1, "skip_batches": [(0, 2), (1, 0), (1, 1)]}
+    monkeypatch.setenv(SKIP_VARIABLE, "0:2,1:0,1:1")
+    options = {"every_n_train_steps": 1}
     assert_resumes_exactly(fit_skipping, [KillAt(2), KillAt(1), KillAt(2), KillAt(1)], options=options)
 
 
@@ -170,18 +179,20 @@ def fit_accumulating(callbacks: list[Callback], directory: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [[3, 4], [5, 2], [6, 5]], ids=str)
-def test_killed_within_a_window_equals_undisturbed(kills: list[int]) -> None:
+def test_killed_within_a_window_equals_undisturbed(kills: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same holds with accumulated gradients, workers, and validation runs, wherever in the window it is."""
-    options = {"train_time_interval": None, "every_n_train_steps": 1, "skip_batches": [(0, 2), (0, 3), (0, 7), (1, 4)]}
+    monkeypatch.setenv(SKIP_VARIABLE, "0:2,0:3,0:7,1:4")
+    options = {"train_time_interval": None, "every_n_train_steps": 1}
     assert_resumes_exactly(fit_accumulating, [KillAt(kill) for kill in kills], options=options)
 
 
 @pytest.mark.slow
 @for_ranks[0]
 @for_ranks[1]
-def test_two_ranks_leave_the_same_batch_out() -> None:
+def test_two_ranks_leave_the_same_batch_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each of two ranks the law holds."""
-    options = {"every_n_train_steps": 1, "skip_batches": [(0, 1), (0, 7)]}
+    monkeypatch.setenv(SKIP_VARIABLE, "0:1,0:7")
+    options = {"every_n_train_steps": 1}
     assert_resumes_exactly(rank_fit(2), [KillAt(2), KillAt(8)], options=options, num_ranks=2)
 
 
@@ -211,9 +222,10 @@ def fit_broken_in_workers(callbacks: list[Callback], directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("fit", [fit_broken_alone, pytest.param(fit_broken_in_workers, marks=pytest.mark.slow)])
-def test_a_batch_that_can_not_be_loaded_is_left_out(fit: Any) -> None:
+def test_a_batch_that_can_not_be_loaded_is_left_out(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes past it, and resumes exactly right before and right after it."""
-    options = {"every_n_train_steps": 1, "skip_batches": [(0, 1), (1, 1)]}
+    monkeypatch.setenv(SKIP_VARIABLE, "0:1,1:1")
+    options = {"every_n_train_steps": 1}
     assert_resumes_exactly(fit, [KillAt(2), KillAt(2), KillAt(3)], options=options)
 
 
@@ -221,18 +233,18 @@ def test_a_batch_that_can_not_be_loaded_is_left_out(fit: Any) -> None:
 def test_the_error_of_another_batch_is_raised(tmp_path: Path, num_workers: int) -> None:
     """Leaving one batch out hides no error of another one, which keeps its type and text."""
     with pytest.raises(OSError, match="sample 5 is broken"):
-        fit_broken([FaultTolerance(skip_batches=[(0, 0)])], tmp_path, num_workers=num_workers)
+        fit_broken([skipping((0, 0))], tmp_path, num_workers=num_workers)
 
 
-def script(directory: Path, *faults: Callback, **options: Any) -> Ended:
+def script(directory: Path, *faults: Callback) -> Ended:
     """Run the script that is killed and run again."""
-    return run(lambda: fit_net([protected(**options), *faults], directory))
+    return run(lambda: fit_net([protected(), *faults], directory))
 
 
 def test_it_is_recorded_and_never_silent(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable adds to the argument; each start says so, as do the autosave and the report, to the end."""
-    monkeypatch.setenv(SKIP_VARIABLE, "1:2, 9:9")
-    first = script(tmp_path, KillAt(3), skip_batches=[(0, 1)])
+    """Each start says so, as do the autosave and the report, to the end."""
+    monkeypatch.setenv(SKIP_VARIABLE, "0:1, 1:2, 9:9")
+    first = script(tmp_path, KillAt(3))
     assert first.exit_code == -signal.SIGKILL
     assert "This run leaves out 3 batches (EPOCH:BATCH): 0:1,1:2,9:9." in first.output
     assert "Batch 1 of epoch 0 is left out" in first.output
@@ -249,22 +261,23 @@ def test_it_is_recorded_and_never_silent(tmp_path: Path, capsys: Any, monkeypatc
     assert second.exit_code == 0, second.output
     assert "batch 1 of epoch 0 was left out" in second.output
     assert "Batch 2 of epoch 1 is left out" in second.output
-    assert "skip_batches names batch 9 of epoch 9, which never came" in second.output
+    assert "--skip names batch 9 of epoch 9, which never came" in second.output
     [directory] = (tmp_path / "fault_tolerance").iterdir()
     report = call(capsys, "report", directory).out
-    assert "Batch 1 of epoch 0 was left out, by skip_batches." in report
-    assert "Batch 2 of epoch 1 was left out, by skip_batches." in report
+    assert "Batch 1 of epoch 0 was left out, by --skip." in report
+    assert "Batch 2 of epoch 1 was left out, by --skip." in report
     told_as_json = json.loads(call(capsys, "report", directory, "--json").out)
     fits = [fit for process in told_as_json["chapters"][-1]["processes"] for fit in process["fits"]]
     assert [[(one["epoch"], one["batch"]) for one in fit["skipped"]] for fit in fits] == [[(0, 1)], [(0, 1), (1, 2)]]
 
 
-def test_a_batch_that_is_trained_already_is_not_left_out(tmp_path: Path) -> None:
+def test_a_batch_that_is_trained_already_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start that comes too late to leave a batch out warns, and records nothing."""
     assert script(tmp_path, KillAt(4)).exit_code == -signal.SIGKILL
-    late = script(tmp_path, skip_batches=[(0, 1)])
+    monkeypatch.setenv(SKIP_VARIABLE, "0:1")
+    late = script(tmp_path)
     assert late.exit_code == 0, late.output
-    assert "batch 1 of epoch 0 was trained before this start, so it is not left out" in late.output
+    assert "Batch 1 of epoch 0 was trained before this start, so it is not left out" in late.output
     assert "was left out" not in late.output.replace("is not left out", "")
 
 
@@ -272,20 +285,19 @@ def test_a_batch_that_is_trained_already_is_not_left_out(tmp_path: Path) -> None
 def test_a_step_that_fetches_by_itself_refuses(tmp_path: Path) -> None:
     """Nobody else knows how many batches it takes: it is not silently trained."""
     with pytest.raises(RuntimeError, match="takes its batches from dataloader_iter"):
-        fit_net([FaultTolerance(skip_batches=[(0, 1)])], tmp_path, module=Fetches(), train=eight_batches())
+        fit_net([skipping((0, 1))], tmp_path, module=Fetches(), train=eight_batches())
 
 
 def test_nothing_stays_after_the_fit(tmp_path: Path) -> None:
     """The loops have their own methods again."""
-    trainer = fit_net([FaultTolerance(skip_batches=[(0, 1)])], tmp_path, module=Net(), max_epochs=1)
+    trainer = fit_net([skipping((0, 1))], tmp_path, module=Net(), max_epochs=1)
     assert "_should_accumulate" not in vars(trainer.fit_loop.epoch_loop)
 
 
-@pytest.mark.parametrize(
-    ("skips", "error"),
-    [("3:17", TypeError), ([(1,)], TypeError), ([(1, 2.0)], TypeError), ([(-1, 2)], ValueError), (["1-2"], ValueError)],
-)
-def test_what_names_no_batch_is_refused(skips: Any, error: type[Exception]) -> None:
-    """Anything but pairs of numbers from 0 is refused when the callback is made."""
-    with pytest.raises(error, match="skip_batches"):
-        FaultTolerance(skip_batches=skips)
+@pytest.mark.parametrize("text", ["3", "1:2.0", "-1:2", "1-2", "3:17;4:2"])
+def test_what_names_no_batch_is_refused(text: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Anything but pairs of numbers from 0 is refused when the callback is made, and by the command."""
+    monkeypatch.setenv(SKIP_VARIABLE, text)
+    with pytest.raises(ValueError, match=SKIP_VARIABLE):
+        FaultTolerance()
+    assert call(capsys, "run", f"--skip={text}", "--", "true").status == 2

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.processes import this_machine
 from lightning_faulttolerant.storage import lock
@@ -115,7 +115,7 @@ def test_second_one_in_this_process_is_refused_at_once(remote_url: str) -> None:
 
 OTHER = """
 import sys, time
-from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.processes import this_machine
 from lightning_faulttolerant.storage.lock import RunLease
 from lightning_faulttolerant.errors import RunInUseError

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint import RunLock
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.storage import lock
+from lightning_faulttolerant.storage.lock import RunLock
 
 FORK = multiprocessing.get_context("fork")
 

@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from lightning_faulttolerant.checkpoint import verify_path
+from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from lightning_faulttolerant.storage import file_systems, remote
 from lightning_faulttolerant.storage.file_systems import file_system

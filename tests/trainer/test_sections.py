@@ -31,6 +31,7 @@ from lightning_faulttolerant.supervision.watch import SIGNAL
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
+from tests.scripts import protection
 
 
 @pytest.fixture
@@ -342,7 +343,7 @@ def test_a_fit_without_room_for_its_marks_runs_unwatched(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
     assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
     assert list(read_heartbeats(directory)) == []
 
@@ -356,7 +357,7 @@ def test_a_system_without_sessions_runs_unwatched(
         raise NotImplementedError("setsid")
 
     monkeypatch.setattr(os, "posix_spawn", spawn)
-    fit_net([FaultTolerance(tmp_path / "autosaves", hang="report")], tmp_path, max_epochs=1)
+    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
     assert "The watcher for hangs could not be started" in caplog.text
 
 
@@ -385,13 +386,13 @@ def catches_the_signal() -> bool:
     return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
 
 
-@pytest.mark.parametrize("hang", ["report", None])
-def test_nothing_is_left_after_the_fit(tmp_path: Path, hang: str | None) -> None:
+@pytest.mark.parametrize("watch", [{"action": "report"}, {}], ids=str)
+def test_nothing_is_left_after_the_fit(tmp_path: Path, watch: dict[str, str]) -> None:
     """A watcher and a handler are there during the fit if they are asked for, and gone after it."""
     before, looks = children(), LooksAround()
-    fit_net([FaultTolerance(tmp_path / "autosaves", hang=hang), looks], tmp_path, max_epochs=1)
-    assert looks.catches == bool(hang)
-    assert len(looks.watchers - before) == (1 if hang else 0)
+    fit_net([*protection(dirpath=tmp_path / "autosaves", **watch), looks], tmp_path, max_epochs=1)
+    assert looks.catches == bool(watch)
+    assert len(looks.watchers - before) == (1 if watch else 0)
     assert not catches_the_signal()
     deadline = time.monotonic() + 30
     while children() - before and time.monotonic() < deadline:

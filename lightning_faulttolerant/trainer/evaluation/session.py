@@ -71,7 +71,7 @@ class EvaluationSession(AnySession):
     def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
         super().__init__(trainer, options, strict=None)
         self._registered = registered
-        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
+        self._fingerprint = Fingerprint(trainer)
         self._function = function_of(trainer)
         self._loop = loop_of(trainer)
         self._begun: _BegunEvaluation | None = None

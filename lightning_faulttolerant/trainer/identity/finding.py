@@ -15,8 +15,9 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -194,7 +195,7 @@ class FoundFit:
     run: RunDirectory
     series: AutosaveSeries
     number: int
-    start: Mapping[str, object]
+    start: Mapping[str, Any]
 
 
 class Finder:
@@ -216,8 +217,7 @@ class Finder:
         self.fingerprint = self._fingerprint = fingerprint
         """How the fit starts."""
         self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
-        source = "" if options.resume_from is None else str(options.resume_from)
-        self._start: ProcessStart = start_of_process(sys.argv, os.environ, resume_from=source)
+        self._start: ProcessStart = start_of_process(sys.argv, os.environ, resume_from=options.resume_from)
         self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
@@ -256,7 +256,8 @@ class Finder:
             )
             autosaves = series.paths()
             fit = known.fits.get(match.number) if autosaves else None
-            start = self._fingerprint.state_dict() if fit is None else fit.start  # from the first start
+            own = self._fingerprint
+            start = own.state_dict() if fit is None else own.continuing(fit.start)  # from the first start
             record = (known if known.run_id else self._record(run)).with_fit(match.number, FitRecord(start=start))
             write_record(run.directory, record)
         self._register(run, record)
@@ -290,7 +291,10 @@ class Finder:
         names = [] if directory is None else fit_folders(open_store(directory).listing().folders)
         record = (None if directory is None else read_record(directory)) or RunRecord()
         fits = {fit_number(name): record.fits.get(fit_number(name)) for name in names}
-        return match_fit(fits, begun, self._fingerprint, runs_several=lambda: len(fits) > 1).number
+        found = match_fit(fits, begun, self._fingerprint, runs_several=lambda: len(fits) > 1).number
+        accepted = self._fingerprint.continuing(record.fits.get(found, FitRecord()).start)["accepted"]
+        self.fingerprint = self._fingerprint = replace(self._fingerprint, accepted=accepted)
+        return found
 
     def begun_in(self, run: RunDirectory, *, number: int, keep_last: int) -> FoundFit:
         """Begin the fit in a run, under a number.

@@ -14,7 +14,7 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -28,7 +28,7 @@ from lightning_faulttolerant.state.reachable import file_of, is_users_file, own_
 from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.identity import compat
 from lightning_faulttolerant.trainer.position import FIT
-from lightning_faulttolerant.trainer.run.changes import is_ignored, is_passing, leaves
+from lightning_faulttolerant.trainer.run.changes import is_below, is_passing, leaves
 from lightning_faulttolerant.trainer.run.fingerprint import differences, loader_fingerprint, module_fingerprint
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # own frames before Python 3.12
@@ -151,15 +151,21 @@ class StartFingerprint:
             the same at each start, even if a script draws random numbers without a seed.
         data: The fingerprints of the loaders that were passed to ``fit``, by place.
         weights: A checksum of the initial weights.
+        accepted: The names of differences that don't count, such as ``hyperparameters.start``.
     """
 
     core: Mapping[str, object] = field(default_factory=dict)
     data: Mapping[str, object] = field(default_factory=dict)
     weights: str = ""
+    accepted: Sequence[str] = ()
 
     def state_dict(self) -> dict[str, object]:
         """Return the fingerprint in a form that JSON can hold."""
-        return {"core": self.core, "data": self.data, "weights": self.weights}
+        return {"core": self.core, "data": self.data, "weights": self.weights, "accepted": self.accepted}
+
+    def continuing(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return another fingerprint's `state_dict` with what this one accepts, too."""
+        return {**saved, "accepted": sorted({*self.accepted, *saved.get("accepted", ())})}
 
     @property
     def is_told_apart(self) -> bool:
@@ -183,9 +189,10 @@ class StartFingerprint:
             *differences(saved.get("data", {}), self.data),
         ]
 
-    def has_core(self, saved: Mapping[str, object]) -> bool:
+    def has_core(self, saved: Mapping[str, Any]) -> bool:
         """Return whether another fingerprint has the same `core`."""
-        return bool(saved.get("core") == self.core)
+        accepted = [name.removeprefix("hyperparameters.") for name in self.continuing(saved)["accepted"]]
+        return bool(_without(saved.get("core", {}), accepted) == _without(self.core, accepted))
 
     def has_data(self, saved: Mapping[str, object]) -> bool:
         """Return whether another fingerprint has the same `data`."""
@@ -205,29 +212,29 @@ class StartFingerprint:
 
 
 def start_fingerprint(
-    trainer: Trainer, *, ignored: Collection[str] = (), function: str = FIT, checkpoint: str | None = None
+    trainer: Trainer, *, function: str = FIT, checkpoint: str | None = None, accepted: Sequence[str] = ()
 ) -> StartFingerprint:
     """Return the fingerprint of the fit or the evaluation that begins; no random numbers are drawn.
 
     Args:
         trainer: The trainer, before its callbacks are set up.
-        ignored: Hyperparameters that may differ between starts; names with dots for nested ones.
         function: The Trainer's function that begins.
         checkpoint: The checkpoint that an evaluation loads.
+        accepted: The names of differences that don't count.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
-    core: dict[str, object] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
+    core: dict[str, object] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module)}
     if function != FIT:
         core = {**core, "function": function, "checkpoint": checkpoint, "limit": _limit_of(trainer, function)}
     if data_module is not None:
-        core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module, ignored)}
+        core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module)}
     if os.environ.get(_SEED_VARIABLE):
         core["seed"] = os.environ[_SEED_VARIABLE]
     trial = trial_of()
     if trial is not None:
         core["trial"] = trial
     data = {place: _data_of(loader) for place, loader in compat.given_loaders(trainer).items()}
-    return StartFingerprint(core=core, data=data, weights=_weights(module))
+    return StartFingerprint(core=core, data=data, weights=_weights(module), accepted=list(accepted))
 
 
 def _limit_of(trainer: Trainer, function: str) -> object:
@@ -245,7 +252,7 @@ def _data_of(loader: object) -> object:
     return _jsonable(found.get("dataset", found))
 
 
-def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, object]:
+def _values_of(owner: LightningModule | LightningDataModule) -> dict[str, object]:
     """Return numbers and flags of an object's attributes, and numbers, flags, and strings of its hyperparameters."""
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
@@ -255,8 +262,17 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
     }
     found |= {name: value for name, value in leaves(dict(owner.hparams)) if isinstance(value, (bool, int, float, str))}
     now = time.time()
-    kept = {name: value for name, value in found.items() if not is_ignored(name, ignored)}
-    return {name: _jsonable(value) for name, value in kept.items() if not is_passing(value, now=now)}
+    return {name: _jsonable(value) for name, value in found.items() if not is_passing(value, now=now)}
+
+
+def _without(core: Mapping[str, Any], accepted: Collection[str]) -> dict[str, object]:
+    """Return the core of a fingerprint without the values that may differ."""
+    left = {
+        kind: {name: value for name, value in core[kind].items() if not is_below(name, accepted)}
+        for kind in ("values", "data values")
+        if kind in core
+    }
+    return {**core, **left}
 
 
 def _jsonable(value: object) -> object:

@@ -176,7 +176,7 @@ class Restoring:
             self._fingerprint,
             self._files,
             ranks=self._beginning.ranks,
-            options=self._options,
+            options=replace(self._options, accepted=self._beginning.place.accepted),
         )
         self._beginning.set_aside()
         if load is not None:

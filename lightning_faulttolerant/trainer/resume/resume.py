@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.checkpoint.schema import CREATED, NOT_EXACT, PARENT, VERSION, CheckpointPart, Instead
+from lightning_faulttolerant.checkpoint.schema import CREATED, NOT_EXACT, PARENT, VERSION, CheckpointPart
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
@@ -129,7 +129,7 @@ class Resume:
         is_branch = choice.parent is not None
         self._differences = _Differences(
             ranks=ranks,
-            all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic),
+            all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic, accepted=options.accepted),
             of_settings=Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None,
         )
         self.notes: list[str] = []
@@ -139,7 +139,8 @@ class Resume:
         """What Lightning restores."""
         self._report: ResumeReport | None = None
         if choice.part is None:
-            self._without_our_part(choice.checkpoint or {})
+            self._differences.all.not_exact.append(NO_PART)
+            self._loaders.note_checkpoint(lightning_restores=any(loader_states(choice.checkpoint or {})))
         else:
             self._read(choice.part, choice.checkpoint or {})
 
@@ -151,10 +152,6 @@ class Resume:
     def position(self) -> TrainerPosition | None:
         """Where the checkpoint was taken; ``None`` if the fit does not continue from there."""
         return self._content.position
-
-    def _without_our_part(self, checkpoint: Mapping[str, object]) -> None:
-        self._differences.all.not_exact.append(NO_PART)
-        self._loaders.note_checkpoint(lightning_restores=any(loader_states(checkpoint)))
 
     def _read(self, part: CheckpointPart, checkpoint: Mapping[str, object]) -> None:
         if part["version"] > VERSION:
@@ -286,7 +283,7 @@ class Resume:
 
     def _read_again(self) -> dict[str, Any]:
         """Read the checkpoint again, with the weights as they are after `prepare`."""
-        checkpoint, instead = load_path(self._path), self._instead
+        checkpoint, instead = load_path(self._path), self.owed("instead")
         # If the checkpoint has averaged weights, Lightning stores those as the `state_dict`.
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
         return {**checkpoint, "state_dict": {**weights, **(instead or {}).get("buffers", {}), **self.saved("buffers")}}
@@ -403,11 +400,6 @@ class Resume:
     def owed(self, name: str) -> Any:
         """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
         return None if self._content.part is None else self._content.part.get(name)
-
-    @property
-    def _instead(self) -> Instead | None:
-        """What replaces parts of Lightning's checkpoint, if it was saved after our part."""
-        return None if self._content.part is None else self._content.part.get("instead")
 
     @property
     def is_after_the_end(self) -> bool:

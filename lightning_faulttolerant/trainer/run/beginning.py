@@ -29,7 +29,7 @@ from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.strategies import connect
 from lightning_faulttolerant.trainer.resume.choice import Choice, choose, choose_evaluation, read_by_all, set_aside
-from lightning_faulttolerant.trainer.run.derived_runs import ReplayedRun, branch_of
+from lightning_faulttolerant.trainer.run.derived_runs import Branch, ReplayedRun
 from lightning_faulttolerant.trainer.run.directory import RunDirectory
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.settings import Options
@@ -116,14 +116,14 @@ class _RunSearch:
         self.function = function
         request = replay_requested()
         self.replayed = None if request is None else ReplayedRun(options, request)
-        self._branch = branch_of(options)
+        self._branch = Branch(options) if options.resume_from else None
 
     def _finder(self, checkpoint: object) -> Finder:
         options, function = self.options, self.function
         fingerprint = start_fingerprint(
             self._trainer,
-            ignored=options.ignore_hyperparameters,
             function=function,
+            accepted=options.accepted,
             checkpoint=None if checkpoint is None else str(checkpoint),
         )
         return Finder(options, self._trainer.default_root_dir, fingerprint, function=function)
@@ -161,11 +161,13 @@ class PlaceOfFit:
         number: The number of the fit in its script, from 1; 0 while it is unknown.
         directory: The directory of the run, or its URL.
         token: A unique text that all ranks share.
+        accepted: The names of the differences that this start or an earlier one accepts.
     """
 
     number: int
     directory: str
     token: str
+    accepted: tuple[str, ...] = ()
 
 
 class Beginning:
@@ -225,7 +227,8 @@ class Beginning:
         function = self._search.function
         found, fingerprint = self._search.find(checkpoint)
         self._found = found
-        self.place = replace(self.place, number=found.number, directory=str(found.run.directory))
+        accepted = tuple(found.start["accepted"])
+        self.place = replace(self.place, number=found.number, directory=str(found.run.directory), accepted=accepted)
         if function != FIT:
             self._set_other_aside(found, fingerprint)
         self.history = HistoryWriter(self._trainer, found.run.history, fit=found.number, function=function)

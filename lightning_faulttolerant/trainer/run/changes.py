@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import PurePath
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from lightning_faulttolerant.errors import BranchError
-from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.process import IMPORTED_AT
 
 _DAY = 24 * 60 * 60
@@ -31,14 +29,7 @@ _UNITS = (1, 10**3, 10**9)  # seconds, milliseconds, nanoseconds
 _TIME = re.compile(r"(?<!\d)(?:[01]\d|2[0-3])[-:_.h]?[0-5]\d(?:[-:_.m]?[0-5]\d)?(?!\d)")
 # In a container, process ids are small numbers, like batch sizes and numbers of layers.
 _SMALLEST_PROCESS_ID = 1000
-_FIRST_ITEMS = 100
 _MISSING = object()
-
-MAY_BE_IGNORED = (
-    "If a hyperparameter differs at each start and doesn't change the training, name it in "
-    "FaultTolerance(ignore_hyperparameters=(...))."
-)
-"""The advice if hyperparameters are refused."""
 
 
 @final
@@ -47,15 +38,12 @@ class Hyperparameters:
 
     Args:
         module: The module.
-        ignored: Names of the hyperparameters that may differ, with dots for nested ones.
     """
 
-    def __init__(self, module: LightningModule, *, ignored: Sequence[str] = ()) -> None:
-        self._ignored = tuple(ignored)
+    def __init__(self, module: LightningModule) -> None:
         own = {str(name): value for name, value in dict(module.hparams).items()}
         self._values = {name: plain(value) for name, value in own.items()}
         self._texts = set(_texts(own, ""))
-        self._has_told = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hyperparameters as plain values."""
@@ -80,7 +68,7 @@ class Hyperparameters:
         return refused, reported
 
     def _differences(self, then: object, now: object, path: str) -> Iterator[tuple[str, object, object]]:
-        if is_ignored(path, self._ignored) or _is_equal(then, now):
+        if _is_equal(then, now):
             return
         if isinstance(then, Mapping) and isinstance(now, Mapping):
             for name in sorted({*then, *now}):
@@ -90,30 +78,6 @@ class Hyperparameters:
                 yield from self._differences(one, other, _joined(path, number))
         else:
             yield path, then, now
-
-    def tell_passing(self, *_: object) -> None:
-        """Report once which hyperparameters hold the time or this process's id: they differ at the next start."""
-        if self._has_told:
-            return
-        self._has_told = True
-        now = time.time()
-        found = [
-            leaf for leaf in leaves(self._values, first_items=_FIRST_ITEMS) if not is_ignored(leaf[0], self._ignored)
-        ]
-        passing = {path: value for path, value in found if is_passing(value, now=now)}
-        numbers = tuple(path for path, value in passing.items() if not isinstance(value, str))
-        advice = ["Strings that differ are only reported."] if len(numbers) < len(passing) else []
-        if numbers:
-            advice.append(
-                "Numbers that differ are refused. Give them values that stay the same, or pass"
-                f" FaultTolerance(ignore_hyperparameters={numbers})."
-            )
-        if passing:
-            named = ", ".join(f"{path}={value!r}" for path, value in passing.items())
-            tell(
-                "Some hyperparameters hold the time or the process id, so they will differ at the next start:"
-                f" {named}. {' '.join(advice)}"
-            )
 
 
 def is_passing(value: object, *, now: float) -> bool:
@@ -155,27 +119,26 @@ def _dates(now: float) -> Iterator[str]:
         yield f"{year}{month}{date}"
 
 
-def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Iterator[tuple[str, object]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the values in nested mappings and lists, each with its path.
 
     Args:
         value: The outermost mapping or list.
         path: The path of `value`.
-        first_items: How many items of a list to visit; all by default.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from leaves(item, _joined(path, name), first_items=first_items)
+            yield from leaves(item, _joined(path, name))
     elif is_list(value):
-        for number, item in enumerate(value[:first_items]):
-            yield from leaves(item, _joined(path, number), first_items=first_items)
+        for number, item in enumerate(value):
+            yield from leaves(item, _joined(path, number))
     else:
         yield path, value
 
 
-def is_ignored(path: str, ignored: Collection[str]) -> bool:
-    """Return whether a hyperparameter may differ, or is inside one that may."""
-    return any(path == name or path.startswith(f"{name}.") for name in ignored)
+def is_below(path: str, names: Collection[str]) -> bool:
+    """Return whether a path is one of these names, or below one."""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _texts(value: Any, path: str) -> Iterator[str]:

@@ -34,7 +34,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import BranchError, ReplayError, UnsafeCheckpointError
 from lightning_faulttolerant.records.history import END, FINISHED, FIT, STOPPED, name_of
 from lightning_faulttolerant.records.requests import ReplayRequest, ReplayStart, StepPlace, write_start
-from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE, Parent
+from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer.files.run_files import load, part_of
 from lightning_faulttolerant.trainer.identity.finding import Finder, FoundFit
@@ -51,29 +51,18 @@ _ALLOWED_LENGTH = 128
 _MAX_NAMED = 20
 
 
-def branch_of(options: Options) -> Branch | None:
-    """Return the branch that a callback requests, or ``None`` if it requests none.
-
-    Args:
-        options: The options of the callback.
-    """
-    return None if options.resume_from is None else Branch(options, options.resume_from)
-
-
 @final
 class Branch:
     """Finds the run of a branch, and the autosave that it begins from.
 
     Args:
-        options: The options of the callback.
-        source: A number of optimizer steps, ``EPOCH:BATCH``, or the path of an autosave.
+        options: The options of the callback, which say where it begins.
     """
 
-    def __init__(self, options: Options, source: int | str) -> None:
+    def __init__(self, options: Options) -> None:
         self._options = options
-        self._source = source
-        is_place = isinstance(source, int) or re.fullmatch(r"\d+:\d+", source) is not None
-        self._path = None if is_place else str(source).rstrip("/")
+        self._source = options.resume_from
+        self._path = None if re.fullmatch(r"\d+(:\d+)?", self._source) else self._source.rstrip("/")
         self._parent: str | None = None
         self._found: str | None = None
 
@@ -104,7 +93,7 @@ class Branch:
         return finder.with_options(replace(self._options, run_id=self._run_id(finder.run_id)))
 
     def _run_id(self, run_id: str) -> str:
-        key = str(self._source).replace(":", "-") if self._path is None else _key_of(self._path)
+        key = self._source.replace(":", "-") if self._path is None else _key_of(self._path)
         name = f"{run_id}-from-{key}"
         if len(name) <= _ALLOWED_LENGTH:
             return name
@@ -168,15 +157,15 @@ class Branch:
             _epoch_and_batch(self._path)  # or it is not the name of an autosave
             return self._path if _is_there(self._path) else self._moved(self._path)
         candidates = [] if self._parent is None else self._candidates(self._parent)
-        if isinstance(self._source, int):
+        if self._source.isdecimal():
             steps = {path: _step_of(path) for path in candidates}
-            found = [path for path, step in steps.items() if step == self._source]
+            found = [path for path, step in steps.items() if step == int(self._source)]
         else:
             epoch, batch = self._source.split(":")
             found = [path for path in candidates if _epoch_and_batch(path) == (int(epoch), int(batch))]
         kept = [path for path in found if is_kept(name_of(path))]
         if not found:
-            what = f"step {self._source}" if isinstance(self._source, int) else f"batch {batch} of epoch {epoch}"
+            what = f"step {self._source}" if self._source.isdecimal() else f"batch {batch} of epoch {epoch}"
             where = "this command has no run" if self._parent is None else f"none is kept in {self._parent}"
             raise BranchError(f"There is no autosave of {what}: {where}. {self._instead(candidates)}")
         return (kept or found)[-1]
@@ -189,13 +178,13 @@ class Branch:
     def _instead(self, candidates: list[str]) -> str:
         if not candidates:
             return (
-                "If the run was started by another command, pass the path of an autosave, as `lightning-faulttolerant"
-                " list` shows it. FaultTolerance(keep_every=...) keeps some."
+                "If the run was started by another command, name the path of an autosave, as `lightning-faulttolerant"
+                " list` shows it. FlightRecorder(keep_every=...) keeps some."
             )
         named = [f"{_step_of(path)} ({':'.join(map(str, _epoch_and_batch(path)))})" for path in candidates]
         more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
         listed = ", ".join(named[:_MAX_NAMED])
-        return f"There are autosaves of these steps (EPOCH:BATCH): {listed}{more}. Set {RESUME_FROM_VARIABLE} to one."
+        return f"There are autosaves of these steps (EPOCH:BATCH): {listed}{more}. Name one: --from STEP."
 
 
 def _is_there(path: str) -> bool:
@@ -233,7 +222,7 @@ def _epoch_and_batch(path: str) -> tuple[int, int]:
     match = AUTOSAVE_NAME.fullmatch(name_of(path))
     if match is None:
         raise BranchError(
-            f"resume_from is {path}, which is not the name of an autosave. Pass a number of optimizer steps,"
+            f"--from is {path}, which is not the name of an autosave. Name a number of optimizer steps,"
             " EPOCH:BATCH, or the path of an autosave, as `lightning-faulttolerant list` shows it."
         )
     return int(match["epoch"]), int(match["batch"])

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
+import shlex
 import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,10 +34,11 @@ from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming import is_stream
 from lightning_faulttolerant.trainer.adapters.state import without_masks
+from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
-from lightning_faulttolerant.trainer.run.changes import MAY_BE_IGNORED, Hyperparameters, plain
+from lightning_faulttolerant.trainer.run.changes import Hyperparameters, is_below, plain
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +70,17 @@ class Comparison:
         path: The checkpoint.
         strict: Whether a difference is an error.
         is_elastic: Whether a different number of workers is not an error.
+        accepted: The names of differences that are never an error, with dots for nested ones.
         warns: Whether a difference that is not an error is a warning.
     """
 
-    def __init__(self, path: str, *, strict: bool, is_elastic: bool, warns: bool = True) -> None:
+    def __init__(
+        self, path: str, *, strict: bool, is_elastic: bool, accepted: Sequence[str] = (), warns: bool = True
+    ) -> None:
         self._path = path
         self._strict = strict
         self._is_elastic = is_elastic
+        self.accepted = list(accepted)
         self._warns = warns
         self.not_exact: list[str] = []
         """The differences that are not an error."""
@@ -95,7 +102,7 @@ class Comparison:
             FingerprintMismatchError: If anything else differs, and a difference is an error.
         """
         refused, reported = now.compare(saved.get("hyperparameters", {}))
-        self._take(refused, remedy=MAY_BE_IGNORED)
+        self._take(refused)
         return reported
 
     def compare_loader(
@@ -155,8 +162,9 @@ class Comparison:
         self._take(outcome.differences, remedy=SEED_THEM)
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
-        if lines and self._strict:
-            raise mismatch(lines, path=self._path, remedy=remedy)
+        refused = [line for line in lines if not is_below(line.partition(": ")[0], self.accepted)]
+        if refused and self._strict:
+            raise _mismatch(refused, path=self._path, remedy=remedy)
         if self._warns:
             for line in lines:
                 _log.warning("%s differs: %s", self._path, line)
@@ -177,13 +185,12 @@ class Fingerprint:
 
     Args:
         trainer: The trainer of the run.
-        ignored: Names of hyperparameters that may differ.
     """
 
-    def __init__(self, trainer: Trainer, *, ignored: Sequence[str] = ()) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._settings: dict[str, object] = {}
-        self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
+        self.hyperparameters = Hyperparameters(trainer.lightning_module)
 
     def state_dict(self, loaders: Mapping[str, object]) -> SavedFingerprint:
         """Return the whole fingerprint. `loaders` are the fingerprints of the loaders, by place."""
@@ -292,15 +299,20 @@ def differences(saved: object, now: object, path: str = "") -> Iterator[str]:
         yield f"{path}: {saved!r} when it was saved, {now!r} now"
 
 
-def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMismatchError:
+def _mismatch(lines: Sequence[str], *, path: str, remedy: str) -> FingerprintMismatchError:
     """Return the error for `lines` of `differences` from the run that saved `path`, with advice."""
+    command = shlex.join(start_of_process(sys.argv, os.environ).command.words)
+    names = " ".join(f"--accept {shlex.quote(line.partition(': ')[0])}" for line in lines)
     return FingerprintMismatchError(
-        f"{path} was saved by a run that differs from this one:\n"
-        + "\n".join(f"  - {line}" for line in lines)
-        + f"\n{remedy}".rstrip()
-        + "\n"
-        "The result would belong to neither run. Start with the same settings, pass strict=False to continue with "
-        "what can be restored, or FaultTolerance(run_id=...) with another name to start from the beginning."
+        "\n".join(
+            (
+                f"{path} was saved by a run that differs from this one:",
+                *(f"  - {line}" for line in lines),
+                *([remedy] if remedy else []),
+                "The result would belong to neither run. Start with the same settings. To continue all the same, type:",
+                f"  lightning-faulttolerant run {names} -- {command}",
+            )
+        )
     )
 
 

@@ -315,7 +315,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 _NONE = -2
 
 
-class FlightRecorder:
+class StepRecorder:
     """Follows the steps of one fit.
 
     Args:

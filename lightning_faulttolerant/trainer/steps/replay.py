@@ -138,13 +138,14 @@ def without_saves(options: Options) -> Options:
         every_n_train_steps=None,
         train_time_interval=_NEVER,
         keep_every=None,
-        record=None,
+        rule=None,
+        stop=False,
         async_save=False,
         auto_resume=True,
         deadline=None,
         stop_signals=(),
-        hang="off",  # a user in the debugger takes any time
-        hang_timeout=None,
+        action="off",  # a user in the debugger takes any time
+        timeout=None,
     )
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.records.requests import SKIP_VARIABLE, Skip, skips_in_words, skips_requested, text_of_skips
+from lightning_faulttolerant.records.requests import Skip, skips_in_words, text_of_skips
 from lightning_faulttolerant.trainer.compat import fetches_ahead, step_fetches
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
@@ -43,7 +43,7 @@ class SkippedBatches:
         trainer: The trainer that runs the fit.
         loaders: The fit's loaders.
         ranks: The ranks that train together: all leave the same batches out.
-        requested: The batches that the callback names. The environment may name more.
+        requested: The batches that this start names.
         history: Receives each batch that is left out.
     """
 
@@ -53,8 +53,7 @@ class SkippedBatches:
         self._trainer = trainer
         self._loaders = loaders
         self._history = history
-        given = {*requested, *skips_requested()}
-        self._wanted: set[Skip] = set(ranks.from_first("the batches to leave out", sorted(given)))
+        self._wanted: set[Skip] = set(ranks.from_first("the batches to leave out", sorted(requested)))
         self._done: list[Skip] = []
         self._began: Skip = (-1, -1)
         """The first place of this start."""
@@ -81,9 +80,11 @@ class SkippedBatches:
         late = sorted(skip for skip in self._wanted - {*self._done} if skip < here)
         for skip in late:
             _log.warning(
-                "skip_batches: %s was trained before this start, so it is not left out. To leave it out, begin a branch"
-                " from an earlier autosave: FaultTolerance(resume_from=...).", skips_in_words(skip),
-            )  # fmt: skip
+                "%s was trained before this start, so it is not left out. To leave it out, begin a branch from an"
+                " earlier autosave: lightning-faulttolerant run --from STEP --skip %s -- COMMAND",
+                skips_in_words(skip).capitalize(),
+                text_of_skips([skip]),
+            )
         self._wanted -= {*late}
         coming = self._coming
         self._history.skips = sorted(self._done)
@@ -127,9 +128,9 @@ class SkippedBatches:
         trainer, place = self._trainer, compat.next_batch(self._trainer)
         if step_fetches(trainer):
             raise NotExactError(
-                f"skip_batches names {skips_in_words(place)}, but this training_step takes its batches from "
-                "dataloader_iter: only the step itself knows how many there are. Leave batches out in the step, "
-                "without skip_batches."
+                f"{skips_in_words(place).capitalize()} is to be left out, but this training_step takes its batches "
+                "from dataloader_iter: only the step itself knows how many there are. Leave batches out in the step, "
+                "without --skip."
             )
         why = compat.pass_over(trainer, fetcher, self._fetch)
         self._begin_window(place[1])
@@ -138,7 +139,7 @@ class SkippedBatches:
         for told in self.on_skipped:
             told(*place)
         more = f" It could not be loaded: {why}" if why else ""
-        tell(f"{skips_in_words(place).capitalize()} is left out, as {SKIP_VARIABLE} or skip_batches says.{more}")
+        tell(f"{skips_in_words(place).capitalize()} is left out, as --skip says.{more}")
 
     def _fetch(self, fetcher: Any) -> str:
         """Fetch the batch. Return why it could not be loaded, if the loader has moved past it nevertheless."""
@@ -171,7 +172,7 @@ class SkippedBatches:
         if not trained or self._steps_after(epoch, trained[-1]):
             return
         lost = (
-            f"skip_batches: {skips_in_words(place)} ends a window of accumulated gradients, and the gradients of "
+            f"--skip: {skips_in_words(place)} ends a window of accumulated gradients, and the gradients of "
             "the window wait for it: when its earlier batches were trained, nobody knew that it ends without this one"
         )
         if self._loaders.exactness.strict:
@@ -212,7 +213,7 @@ class SkippedBatches:
     def end(self) -> None:
         """Warn of batches that never came. Call it when the fit has finished."""
         if self._coming:
-            _log.warning("skip_batches names %s, which never came. Nothing was left out there.", _listed(self._coming))
+            _log.warning("--skip names %s, which never came. Nothing was left out there.", _listed(self._coming))
 
 
 def _listed(skips: Iterable[Skip]) -> str:

@@ -12,7 +12,7 @@ from tests.cli.replay.replays import Replayed, content, replay, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-OPTIONS = "record=nan"
+OPTIONS = "FlightRecorder.rule=nan"
 
 
 def recorded(where: Path, *arguments: str, options: str = OPTIONS, **variables: str) -> tuple[Replayed, Incident]:

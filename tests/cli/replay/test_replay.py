@@ -104,7 +104,10 @@ def test_a_value_that_does_not_exist_is_an_error(finished: Path) -> None:
 
 def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
     """The variables that protected the run are those of the replay, which switches the callback on by itself."""
-    options = {"PL_FAULT_TOLERANT_OPTIONS": "keep_every=3", "PL_FAULT_TOLERANT_LEDGER": f"{tmp_path}/out/mine.jsonl"}
+    options = {
+        "PL_FAULT_TOLERANT_OPTIONS": "FlightRecorder.rule=none, FlightRecorder.keep_every=3",
+        "PL_FAULT_TOLERANT_LEDGER": f"{tmp_path}/out/mine.jsonl",
+    }
     ended = train(tmp_path, "--bare", **options, PL_FAULT_TOLERANT_TRAINING="1")
     assert ended.exit_code == 0, ended.output
     before = content(tmp_path)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant import FaultTolerance, FlightRecorder
 
 SPOILT = 13
 """The sample that is NaN, if one is."""
@@ -113,9 +113,9 @@ def main() -> None:
         checkpoints = os.path.join(here, "checkpoints", str(number))
         if not arguments.bare:
             os.environ["PL_FAULT_TOLERANT_LEDGER"] = f"{here}/ledger.jsonl"
-        own = FaultTolerance(keep_every=3, keep_last=1)
+        own = [FaultTolerance(keep_last=1), FlightRecorder(None, keep_every=3)]
         callbacks = [
-            *([] if arguments.bare else [own]),
+            *([] if arguments.bare else own),
             ModelCheckpoint(checkpoints, save_last="link"),
             OnExceptionCheckpoint(checkpoints),
             Notes(),

@@ -64,7 +64,9 @@ class FaultTrial:
             seed=self.seed,
             has_mounts=bool(kind.mounts),
         )
-        options = f"every_n_train_steps=1, async_save={draw.choice(['true', 'false'])}, hang_timeout={_HANG_SECONDS}"
+        options = (
+            f"every_n_train_steps=1, async_save={draw.choice(['true', 'false'])}, HangWatch.timeout={_HANG_SECONDS}"
+        )
         return plan, f"{options}, dirpath={directory / 'autosaves'}"
 
 

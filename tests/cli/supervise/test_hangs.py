@@ -14,7 +14,7 @@ from tests.cli.supervise.supervised import Trial, begin, supervised, undisturbed
 from tests.histories import chapter_of
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
-SHORT = "hang_timeout=5"
+SHORT = "HangWatch.timeout=5"
 STUCK_SECONDS = 10
 
 
@@ -40,8 +40,8 @@ def test_a_hung_process_is_started_again(tmp_path: Path, flaw: str) -> None:
 
 @pytest.mark.parametrize("flaw", ["GIL", "SIGSTOP"])
 def test_without_the_watcher_it_hangs_for_ever(tmp_path: Path, flaw: str) -> None:
-    """The negative control: with ``hang=off``, nothing ends the same script."""
-    trial = begin(tmp_path, "--flaw", flaw, flags=f"{SHORT}, hang=off")
+    """The negative control: with ``HangWatch.action=off``, nothing ends the same script."""
+    trial = begin(tmp_path, "--flaw", flaw, flags=f"{SHORT}, HangWatch.action=off")
     deadline = time.monotonic() + 60
     while len(trial.steps()) < 6 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -72,8 +72,8 @@ def test_the_rank_that_never_reaches_its_collective_is_named(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("flaw", ["SIGSTOP", "GIL"])
 def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, flaw: str) -> None:
-    """``hang=stop`` starts its own watcher; the same command continues, and no process is left."""
-    words, flags = ("--flaw", flaw), f"{SHORT}, hang=stop"
+    """``HangWatch`` starts its own watcher; the same command continues, and no process is left."""
+    words, flags = ("--flaw", flaw), f"{SHORT}, HangWatch.action=stop"
     hung = begin(tmp_path, *words, options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1").wait()
     assert hung.exit_code == 60, hung.output
     assert len(reports(hung)) == 1
@@ -86,8 +86,8 @@ def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, 
 
 
 def test_a_report_leaves_the_process_alone(tmp_path: Path) -> None:
-    """``hang=report`` writes what hangs, once, and the script continues when it can."""
-    flags = "hang_timeout=5, hang=report"
+    """``HangWatch.action=report`` writes what hangs, once, and the script continues when it can."""
+    flags = f"{SHORT}, HangWatch.action=report"
     trial = begin(tmp_path, "--flaw", "SIGSTOP", options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1")
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("autosaves/*/hang-*.txt")) and time.monotonic() < deadline:

@@ -62,9 +62,9 @@ def test_the_message_has_the_line_that_leaves_the_batch_out(monkeypatch: pytest.
     monkeypatch.setenv("PL_FAULT_TOLERANT_SKIP_BATCHES", "0:2")
     policy = RestartPolicy(100, command="lightning-faulttolerant run -- python train.py")
     text = [policy.judge(raised()) for _ in range(3)][-1].text
-    line = "PL_FAULT_TOLERANT_SKIP_BATCHES=0:2,1:5 lightning-faulttolerant run -- python train.py"
+    line = "lightning-faulttolerant run --skip 0:2 --skip 1:5 -- python train.py"
     assert text.endswith(f"To continue without this batch, type: {line}")
-    assert "SKIP_BATCHES" not in verdicts(*[raised(evaluated=3)] * 3)[-1].text
+    assert "--skip" not in verdicts(*[raised(evaluated=3)] * 3)[-1].text
 
 
 @pytest.mark.parametrize(

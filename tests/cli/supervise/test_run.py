@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,20 @@ def test_without_supervision_the_same_script_fails(tmp_path: Path) -> None:
     """The negative control: alone, the script trains no further than to its exception."""
     trial = begin(tmp_path, "--flaw", "exception", options=None, PL_FAULT_TOLERANT_TRAINING="1").wait()
     assert (trial.exit_code, len(trial.told("steps")), trial.told("weights")) == (1, 6, [])
+
+
+def test_the_requests_reach_the_script(tmp_path: Path) -> None:
+    """What the options ask for, the script reads from its environment."""
+    code = "import os; print([os.environ[f'PL_FAULT_TOLERANT_{n}'] for n in ('RESUME_FROM', 'SKIP_BATCHES', 'ACCEPT')])"
+    options = ["--from", "40", "--skip", "4:2", "--skip", "0:43", "--accept", "a.b", "--accept", "c"]
+    ended = subprocess.run(
+        [sys.executable, *RUN, *options, "--", sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "['40', '0:43,4:2', 'a.b,c']" in ended.stdout
 
 
 @pytest.mark.slow

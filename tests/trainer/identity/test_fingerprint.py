@@ -94,11 +94,14 @@ def test_what_may_differ(one: dict[str, Any], other: dict[str, Any], monkeypatch
     assert started(Given(**one)).has_core(started(Given(**other)).state_dict())
 
 
-def test_ignored_hyperparameters() -> None:
-    """Hyperparameters that the user has named may differ."""
+def test_accepted_hyperparameters() -> None:
+    """Hyperparameters that the user has accepted may differ, at this start or at an earlier one."""
     one, other = ({"hyperparameters": {"start": value, "o": {"at": value}}} for value in (1.5, 2.5))
-    how = {"ignored": ("start", "o")}
-    assert started(Given(**one), **how).has_core(started(Given(**other), **how).state_dict())
+    how = {"accepted": ("hyperparameters.start", "hyperparameters.o")}
+    assert started(Given(**one), **how).has_core(started(Given(**other)).state_dict())
+    assert started(Given(**one)).has_core(started(Given(**other), **how).state_dict())
+    again = started(Given(**one), **how).continuing(started(Given(**other)).state_dict())
+    assert started(Given(**one)).has_core(again)
     assert not started(Given(**one)).has_core(started(Given(**other)).state_dict())
 
 

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightning_faulttolerant.checkpoint import AutosaveSeries, series as series_module
+from lightning_faulttolerant.checkpoint import series as series_module
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition

@@ -25,10 +25,10 @@ from torch.utils.data import (
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.run.fingerprint import (
+    Comparison,
     Fingerprint,
     differences,
     loader_fingerprint,
-    mismatch,
     module_fingerprint,
     optimizer_fingerprint,
     trainer_fingerprint,
@@ -278,11 +278,14 @@ def test_each_change_of_the_trainer_gives_a_line(arguments: dict[str, Any], expe
 
 
 def test_error_shows_all_lines_and_what_to_do() -> None:
-    """The error lists each difference, and names the checkpoint and the three ways to continue."""
-    error = mismatch(["a: 1 when it was saved, 2 now", "b: x"], path="run/autosave-1.ckpt")
-    assert isinstance(error, FingerprintMismatchError)
-    for text in ("run/autosave-1.ckpt", "  - a: 1 when it was saved, 2 now", "  - b: x", "strict=False", "run_id"):
-        assert text in str(error)
+    """The error lists each difference, and names the checkpoint and the command that accepts them."""
+    comparison = Comparison("run/autosave-1.ckpt", strict=True, is_elastic=False, accepted=["a"])
+    saved, now = {"a": {"one": 1}, "b": 2, "c d": 3}, {"a": {"one": 2}, "b": 3, "c d": 4}
+    with pytest.raises(FingerprintMismatchError) as error:
+        comparison.compare(saved, now, ("a", "b", "c d"))
+    for text in ("run/autosave-1.ckpt", "  - b: 2 when it was saved, 3 now", " run --accept b --accept 'c d' -- "):
+        assert text in str(error.value)
+    assert "a.one" not in str(error.value)
 
 
 def test_fingerprint_goes_through_a_safe_checkpoint(tmp_path: Path) -> None:

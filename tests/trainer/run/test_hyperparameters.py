@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ class Model(LightningModule):
         self.save_hyperparameters(values)
 
 
-def compared(saved: Any, now: Any, ignored: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+def compared(saved: Any, now: Any) -> tuple[list[str], list[str]]:
     """Return the refused differences and the reported ones."""
-    return Hyperparameters(Model(**now), ignored=ignored).compare(Hyperparameters(Model(**saved)).state_dict())
+    return Hyperparameters(Model(**now)).compare(Hyperparameters(Model(**saved)).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -120,17 +119,6 @@ def test_each_difference_has_its_line() -> None:
     assert (len(refused), len(reported)) == (1, 2)
 
 
-@pytest.mark.parametrize("ignored", ["start", "o.start", "o", "rates.1", "rates", "a.b"])
-def test_ignored_names(ignored: str) -> None:
-    """A name leaves out its value and the values below it, and nothing else; a name may contain dots."""
-    saved = {"start": 1, "o": {"start": 1, "starts": 1}, "rates": [1, 2], "started": 1, "a.b": 1}
-    now = {"start": 2, "o": {"start": 2, "starts": 2}, "rates": [1, 3], "started": 2, "a.b": 2}
-    every = {"start", "o.start", "o.starts", "rates.1", "started", "a.b"}
-    left_out = {path for path in every if path == ignored or path.startswith(f"{ignored}.")}
-    refused, _ = compared(saved, now, (ignored,))
-    assert {line.partition(":")[0].removeprefix("hyperparameters.") for line in refused} == every - left_out
-
-
 @pytest.fixture
 def process_id(monkeypatch: pytest.MonkeyPatch) -> int:
     """Give this process a known id."""
@@ -194,27 +182,3 @@ def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_passing(f"{there:%Y-%m-%d %H:%M}", now=NOW)
     assert is_passing(f"{there - timedelta(days=1):%Y-%m-%d %H:%M}", now=NOW)
     assert not is_passing(f"{there - timedelta(days=2):%Y-%m-%d %H:%M}", now=NOW)
-
-
-def told(monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...] = (), **values: Any) -> list[str]:
-    """Return the messages of two saves."""
-    lines: list[str] = []
-    monkeypatch.setattr(changes, "tell", lines.append)
-    found = Hyperparameters(Model(**values), ignored=ignored)
-    found.tell_passing()
-    found.tell_passing()
-    return lines
-
-
-def test_one_line_names_all_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers can be ignored, strings need nothing; hyperparameters that are already ignored are not named."""
-    now, name = int(time.time()), f"{datetime.now():%Y-%m-%d_%H-%M}"
-    [line] = told(monkeypatch, ("o.left",), o={"start": now, "left": now}, name=name, rate=0.1)
-    assert f"o.start={now}, name='{name}'." in line or f"name='{name}', o.start={now}." in line
-    assert "FaultTolerance(ignore_hyperparameters=('o.start',))" in line
-    assert "Strings that differ are only reported." in line
-    [line] = told(monkeypatch, name=name)
-    assert "ignore_hyperparameters" not in line
-    [line] = told(monkeypatch, start=now)
-    assert "Strings" not in line
-    assert told(monkeypatch, rate=0.1, seed=2024, name="resnet") == []

@@ -1,3 +1,3 @@
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant import FaultTolerance, FlightRecorder
