@@ -116,6 +116,16 @@ def test_a_part_loads_without_lightning(part: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_the_package_and_its_commands_load_without_torch() -> None:
+    """``import lightning_faulttolerant`` takes milliseconds, and so does a command that only looks at files."""
+    program = (
+        "import sys, lightning_faulttolerant, lightning_faulttolerant.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
 def test_a_fit_loads_streaming_data_sets_only_if_it_has_one() -> None:
     """A fit without a stream starts without the modules of streams, which take time to import."""
     program = (

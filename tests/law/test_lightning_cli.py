@@ -147,14 +147,16 @@ def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_added_on_the_command_line(tmp_path: Path) -> None:
-    """`--trainer.callbacks+=` and its arguments work, and a stopped run continues in its files."""
+    """`--trainer.callbacks+=` with short names and arguments works, and a stopped run continues in its files."""
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
-    more = (f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.every_n_train_steps=1")
+    more = ["--trainer.callbacks+=FaultTolerance", "--trainer.callbacks.every_n_train_steps=1"]
+    more += ["--trainer.callbacks+=FlightRecorder", "--trainer.callbacks.keep_every=2"]
     stopped = script(cut, KillAt(3, signum=signal.SIGTERM), *more)
     assert stopped.exit_code == 143, stopped.output
     assert script(cut, None, *more, seed=2).exit_code == 0
     assert weights(cut) == weights(whole)
+    assert list(cut.rglob("autosave-*-kept*"))
     assert files_below(cut / "logs") == files_below(whole / "logs")
 
 
