@@ -22,7 +22,7 @@ _BROKEN_PIPE = 141
 
 # A command's module is loaded only when that command is requested, so no command waits for another one's imports.
 _COMMANDS = {
-    "list": ("listing", "list the unfinished runs, or the checkpoints below a directory, verified or damaged"),
+    "list": ("listing", "list the runs of this directory, or the checkpoints below another one, verified or damaged"),
     "inspect": ("inspection", "show the contents of a checkpoint, without loading it"),
     "verify": ("verification", "verify checkpoints by their checksums, for scripts"),
     "discard": ("discarding", "let the next start of a run begin from the beginning"),

@@ -9,12 +9,12 @@ import sys
 
 from lightning_faulttolerant.checkpoint.autosave_files import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.cli.found import directory_of_run, registry_here
+from lightning_faulttolerant.cli.found import meant, registry_here
 from lightning_faulttolerant.cli.text import reason_of, safe
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.runs import FILE_NAME
 from lightning_faulttolerant.storage.lock import open_lock
-from lightning_faulttolerant.storage.store import open_store
+from lightning_faulttolerant.storage.store import is_url, local_path, open_store
 
 DESCRIPTION = """\
 Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory
@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = directory_of_run(arguments.run_name)
+    directory = meant(arguments.run_name)
+    directory = directory if is_url(directory) else os.path.abspath(local_path(directory))
     lock = open_lock(directory)
     try:
         lock.acquire()

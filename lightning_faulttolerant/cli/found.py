@@ -25,7 +25,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import (
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli.text import remote_errors
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.history import FINISHED
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FINISHED
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
 from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
@@ -438,29 +438,50 @@ def unfinished_runs(registry: Registry) -> Iterator[UnfinishedRun]:
             yield UnfinishedRun(entry=entry, newest=max(files, key=lambda file: (file.saved_at or 0.0, file.sequence)))
 
 
-def directory_of_run(name: str) -> str:
-    """Return the directory of a run.
+def meant(name: str | None) -> str:
+    """Return what a person means: this directory by nothing, a run by its name, else a path or URL by itself.
 
     Args:
-        name: The run id as in the registry, or the directory or URL of the run.
+        name: What was typed.
 
     Raises:
-        FileNotFoundError: If no run has this name.
-        CheckpointError: If several runs have this id.
+        FileNotFoundError: If there is neither a run nor a path with this name.
+        CheckpointError: If several runs have this name.
     """
-    if is_url(name):
-        with remote_errors(name):
-            open_store(name).listing()
-        return name
+    if name is None:
+        return "."
     entries = [entry for entry in registry_here().entries() if entry.run_id == name]
     if len(entries) > 1:
         names = "".join(f"\n  {entry.directory}" for entry in entries)
         raise CheckpointError(f"There are {len(entries)} runs with the id {name}. Pass the directory of one:{names}")
     if entries:
         return entries[0].directory
-    path = os.path.abspath(local_path(name))
-    if not os.path.isdir(path):
-        raise FileNotFoundError(
-            f"The run {name} does not exist, neither in {registry_here().directory} nor as a directory"
-        )
-    return path
+    if is_url(name) or os.path.lexists(local_path(name)):
+        return name
+    path = os.path.abspath(os.path.join(DEFAULT_FOLDER, name))
+    if name and os.path.isdir(path):
+        return path
+    reason = 'No such file or directory, and no run has this name; "list" shows the runs of this directory'
+    raise FileNotFoundError(errno.ENOENT, reason, name)
+
+
+def checkpoint_meant(name: str | None) -> str:
+    """Return the checkpoint that a person means: the newest one, if it is a run or a directory.
+
+    Args:
+        name: What was typed.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        OSError: If something can't be read.
+    """
+    path = meant(name)
+    if content_path(path) != path:
+        return path
+    try:
+        files = find_checkpoints(path).files
+    except (NotADirectoryError, CheckpointError):
+        return path
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "No checkpoints are there", path)
+    return max(files, key=lambda file: (file.saved_at or 0.0, file.sequence)).path

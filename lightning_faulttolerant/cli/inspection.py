@@ -17,7 +17,15 @@ from lightning_faulttolerant.checkpoint.joined_file import references_in
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.pickled import LongData, Made, Named, Storage, TensorInfo
 from lightning_faulttolerant.checkpoint.schema import Summary, read_state_summaries, read_summary, walk
-from lightning_faulttolerant.cli.found import content_path, mapping, open_checkpoint, own_mapping, part_of, whole_number
+from lightning_faulttolerant.cli.found import (
+    checkpoint_meant,
+    content_path,
+    mapping,
+    open_checkpoint,
+    own_mapping,
+    part_of,
+    whole_number,
+)
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
@@ -233,7 +241,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="path or URL of a checkpoint; for a directory of shards, the part outside the shards is shown",
+        nargs="?",
+        help="checkpoint, run, directory, or URL: the newest checkpoint there; by default of this directory. For a"
+        " directory of shards, the part outside the shards is shown",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
 
@@ -247,7 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    path = content_path(arguments.file)
+    path = content_path(checkpoint_meant(arguments.file))
     with remote_errors(path), open_checkpoint(path) as file:
         summary = read_summary(file, name=path)
         found = describe(summary, path=path, states=read_state_summaries(file, summary, name=path))

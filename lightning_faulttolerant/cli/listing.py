@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from lightning_faulttolerant.checkpoint.autosave_files import is_kept
 from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.cli import found, verification
-from lightning_faulttolerant.cli.found import FoundFile, UnfinishedRun, registry_here, unfinished_runs
+from lightning_faulttolerant.cli.found import Found, FoundFile, UnfinishedRun, registry_here, unfinished_runs
+from lightning_faulttolerant.cli.report import FoundRun, find_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
+from lightning_faulttolerant.storage.store import split_path
 
 DESCRIPTION = """\
-Without DIR, list the unfinished runs that were started in this directory (or those of the registry that
-PL_FAULT_TOLERANT_REGISTRY names): where each keeps its autosaves, how far it is, and the command that continues it.
+Without DIR, list the runs that were started in this directory (or those of the registry that
+PL_FAULT_TOLERANT_REGISTRY names): where each unfinished one keeps its autosaves, how far it is, and the command that
+continues it; and those below this directory that have finished.
 
 With DIR, list the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other
-.ckpt files, such as those of ModelCheckpoint. DIR may be the dirpath of FaultTolerance, the directory of a run or a
-fit, any other directory, or a URL (s3://bucket/run).
+.ckpt files, such as those of ModelCheckpoint. DIR may be the name of a run, the dirpath of FaultTolerance, the
+directory of a run or a fit, any other directory, a checkpoint, or a URL (s3://bucket/run).
 
 Each file is read completely and verified by its checksums. --no-verify reads only what the table shows.
 """
@@ -96,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="directory or URL")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, checkpoint, or URL")
     parser.add_argument("--no-verify", action="store_true", help="don't read the files whole")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -112,7 +115,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.directory is None:
         return _list_runs(as_json=arguments.json)
-    what = found.find_checkpoints(arguments.directory)
+    path = found.meant(arguments.directory)
+    try:
+        what = found.find_checkpoints(path)
+    except NotADirectoryError:  # one checkpoint
+        folder, name = split_path(path)
+        what = Found(files=[file for file in found.find_checkpoints(folder or ".").files if file.name == name])
     folders = {}
     for folder, files in what.by_folder().items():
         of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
@@ -135,17 +143,28 @@ def run(arguments: argparse.Namespace) -> int:
 def _list_runs(*, as_json: bool) -> int:
     registry = registry_here()
     runs = list(unfinished_runs(registry))
+    open_ones = {one.entry.run_id for one in runs}
+    finished = [one for one in find_runs(".") if one.is_finished and one.run_id not in open_ones]
     if as_json:
-        print(json.dumps({"runs": [_run_as_json(one) for one in runs]}, indent=2))
+        print(json.dumps({"runs": [*map(_run_as_json, runs), *map(_finished_as_json, finished)]}, indent=2))
     for one in () if as_json else runs:
         print(safe(one.entry.run_id))
         print(f"  saved       {moment_text(one.newest.saved_at)}, {_place(one)}")
         print(f"  autosaves   {safe(one.entry.directory)}")
         print(f"  continue    {safe(one.entry.command.line(here=os.getcwd()))}")
         print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
-    if not runs:
-        print(f"No unfinished runs were found in {safe(registry.directory)}.", file=sys.stderr)
-    return 0 if runs else 1
+    for done in () if as_json else finished:
+        print(safe(done.run_id))
+        print(f"  finished    {moment_text(done.last_seen)}")
+        print(f"  report      lightning-faulttolerant report {safe(done.run_id)}")
+    if not runs and not finished:
+        print(f"No runs were found, neither in {safe(registry.directory)} nor below this directory.", file=sys.stderr)
+    return 0 if runs or finished else 1
+
+
+def _finished_as_json(one: FoundRun) -> dict[str, object]:
+    directory = os.path.abspath(one.path)
+    return {"run_id": one.run_id, "directory": directory, "saved_at": moment_json(one.last_seen), "is_finished": True}
 
 
 def _place(one: UnfinishedRun) -> str:

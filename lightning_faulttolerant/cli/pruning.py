@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.autosave_files import fit_number, is_kept, remove_unused, unused_bases
 from lightning_faulttolerant.cli import found, verification
-from lightning_faulttolerant.cli.text import reason_of, safe, size_text
+from lightning_faulttolerant.cli.text import at_least_1, reason_of, safe, size_text
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
 from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import is_url, local_path, open_store
@@ -50,10 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("directory", metavar="DIR", help="directory or URL: of a fit, a run, or many runs")
-    parser.add_argument(
-        "--keep-last", metavar="N", type=_at_least_1, required=True, help="how many to keep, at least 1"
-    )
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default this directory")
+    parser.add_argument("--keep-last", metavar="N", type=at_least_1, required=True, help="how many to keep, at least 1")
     parser.add_argument("--damaged", action="store_true", help="delete autosaves that don't verify too")
     parser.add_argument("--superseded", action="store_true", help="delete autosaves of superseded runs too")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
@@ -68,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = arguments.directory
+    directory = found.meant(arguments.directory)  # an empty variable does not mean the current directory
     if not is_url(directory):
-        path = local_path(directory)
-        directory = os.path.abspath(path) if path else ""  # an empty variable must not mean the current directory
+        path = os.path.abspath(local_path(directory))
+        directory = os.path.dirname(path) if os.path.isfile(path) else path
     status, freed, number = 0, 0, 0
     what = found.find_checkpoints(directory)
     for problem in what.problems:
@@ -184,7 +182,7 @@ def _parent(folder: str) -> str:
 
 def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None:
     verb = "would delete" if arguments.dry_run else "deleted"
-    is_relative = not is_url(folder) and not os.path.isabs(local_path(arguments.directory))
+    is_relative = not is_url(folder) and not os.path.isabs(local_path(arguments.directory or ""))
     shown = os.path.relpath(folder) if is_relative else folder
     print(f"{safe(shown)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
     for file in plan.deleted:
@@ -197,10 +195,3 @@ def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None
         print(f"  {len(plan.damaged)} damaged left; --damaged deletes them")
     for file in plan.unreadable:
         print(f"  can't be verified, left: {safe(file.name)}")
-
-
-def _at_least_1(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1: a resume needs a file")
-    return number

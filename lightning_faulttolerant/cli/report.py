@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lightning_faulttolerant.cli.found import meant
 from lightning_faulttolerant.cli.report_page import (
     again_text,
     end_text,
@@ -259,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("directory", metavar="DIR", help="directory or URL")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default this directory")
     parser.add_argument("--all", action="store_true", help="show all chapters, not only the last")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page: one file, which asks for no other")
@@ -274,9 +275,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    runs = find_runs(arguments.directory)
+    directory = meant(arguments.directory)
+    runs = find_runs(directory)
     if not runs:
-        print(f"No history of a run was found in {safe(arguments.directory)}.", file=sys.stderr)
+        print(f"No history of a run was found in {safe(directory)}.", file=sys.stderr)
         return 1
     newest, *others = runs
     report = report_of(newest.history, run_id=newest.run_id, path=newest.path, made=time.time(), is_whole=arguments.all)
@@ -379,6 +381,11 @@ class FoundRun:
     history: RunHistory
 
     @property
+    def is_finished(self) -> bool:
+        """Whether its script has ended, and all of its fits."""
+        return self.history.chapters[-1].done is not None
+
+    @property
     def last_seen(self) -> float:
         """Time of the last known event of the run, seconds since 1970."""
         last = self.history.chapters[-1]
@@ -400,12 +407,13 @@ def find_runs(directory: str) -> list[FoundRun]:
         if not is_url(directory):
             os.stat(local_path(directory))
         folder, name = split_path(directory)
-        if name == FILE_NAME:
-            directory = folder or "."
-        own = _run(directory)
-        runs = [own] if own is not None else _below(directory)
+        if name == FILE_NAME or not (is_url(directory) or os.path.isdir(local_path(directory))):
+            directory = folder or "."  # of a checkpoint, the directory of its fit
+        own = _run(directory) or _run(split_path(os.path.abspath(directory))[0])
+        runs = [own] if own is not None else _below(directory) or _below(_path(directory, DEFAULT_FOLDER))
         if not runs:
-            runs = _below(_path(directory, DEFAULT_FOLDER))
+            inner = (_path(directory, name) for name in open_store(directory).listing().folders)
+            runs = [run for path in inner for run in _below(_path(path, DEFAULT_FOLDER))]
     return sorted(runs, key=lambda run: run.last_seen, reverse=True)
 
 

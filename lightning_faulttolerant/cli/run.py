@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType, ModuleType
 from typing import Any, final
 from uuid import uuid4
@@ -50,40 +50,6 @@ from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE
 from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE
 
 TRAINING_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
-_OF_RANKS = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    }
-)
-
-
-def environment_of(torchs: Mapping[str, str], *, directory: str, is_alone: bool) -> dict[str, str]:
-    """Return the variables that a process gets in addition to this one's.
-
-    Args:
-        torchs: The variables that torch would set.
-        directory: The directory for heartbeats and failures.
-        is_alone: Whether it is the only process. It is then started as by hand, so that Lightning may start ranks.
-    """
-    kept = {name: value for name, value in torchs.items() if not (is_alone and name in _OF_RANKS)}
-    # Unless it is set already: "manual" stays as it is.
-    switch = {TRAINING_VARIABLE: os.environ.get(TRAINING_VARIABLE, "1")}
-    return {**kept, **switch, DIRECTORY_VARIABLE: directory}
 
 
 @final
@@ -93,7 +59,7 @@ class SupervisedLogs(LogsSpecs):
     Args:
         outputs: The outputs that the command line asks for.
         directory: The directory for heartbeats and failures.
-        is_alone: See `environment_of`.
+        is_alone: Whether it is for the only process. That is started as by hand, so that Lightning may start ranks.
     """
 
     def __init__(self, outputs: LogsSpecs, *, directory: str, is_alone: bool) -> None:
@@ -104,11 +70,13 @@ class SupervisedLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the outputs, and put our variables into the environments."""
+        of_ranks = {rank: [*variables] for rank, variables in envs.items()}
         found = self._outputs.reify(envs)
-        for variables in envs.values():
-            changed = environment_of(variables, directory=self._directory, is_alone=self._is_alone)
-            variables.clear()
-            variables.update(changed)
+        for rank, variables in envs.items():
+            for name in of_ranks[rank] if self._is_alone else ():
+                del variables[name]
+            variables[TRAINING_VARIABLE] = os.environ.get(TRAINING_VARIABLE, "1")  # "manual" stays as it is
+            variables[DIRECTORY_VARIABLE] = self._directory
         return found
 
     @property

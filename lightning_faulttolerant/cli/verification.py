@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="file, directory or URL")
+    parser.add_argument("paths", metavar="PATH", nargs="*", help="file, directory, run, or URL; default: .")
     parser.add_argument("--quiet", action="store_true", help="print only what is not verified")
     parser.add_argument("--strict", action="store_true", help="count files without checksums as damaged")
 
@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     is_bad = is_unreadable = False
-    for path, checked in _verdicts(arguments.paths):
+    for path, checked in _verdicts(arguments.paths or ["."]):
         is_bad |= checked.is_bad or (arguments.strict and checked.word == NO_CHECKSUMS)
         is_unreadable |= checked.word == UNREADABLE
         if not (arguments.quiet and checked.is_good):
@@ -206,8 +206,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdicts(paths: list[str]) -> Iterator[tuple[str, CheckpointVerdict]]:
-    for path in paths:
+    for name in paths:
+        path = name
         try:
+            path = found.meant(name)
             what = found.find_checkpoints(path)
         except (FileNotFoundError, NotADirectoryError):
             yield path, verdict_of(path)

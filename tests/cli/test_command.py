@@ -72,7 +72,7 @@ def test_the_help_names_all_commands(capsys: Capture) -> None:
     assert call(capsys, "--version").out.strip() == metadata.version("lightning-faulttolerant")
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["list", "a", "b"], ["verify"], ["inspect", "--x", "a"]])
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["list", "a", "b"], ["prune"], ["inspect", "--x", "a"]])
 def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> None:
     """Wrong arguments give status 2 and the usage, and no exception in the caller's process."""
     found = call(capsys, *arguments)

@@ -245,8 +245,8 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
     assert inspection.BLOBS == packing.POOL
 
 
-def test_a_directory_is_refused_by_naming_what_shows_it(tmp_path: Path, capsys: Capture) -> None:
-    """For the directory of the checkpoints, the error names the command that lists them."""
+def test_a_directory_without_checkpoints_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    """There is no newest one to show."""
     found = call(capsys, "inspect", tmp_path)
     assert found.status == 2
-    assert found.err == f'lightning-faulttolerant: {tmp_path}: Is a directory; "list" shows the checkpoints in it\n'
+    assert found.err == f"lightning-faulttolerant: {tmp_path}: No checkpoints are there\n"

@@ -10,8 +10,8 @@ import numpy as np
 
 from lightning_faulttolerant.streaming.order.shuffles import (
     BlockOrder,
-    EvenRows,
     Ints,
+    Rows,
     SequentialShardOrder,
     Units,
     key_of,
@@ -237,7 +237,7 @@ def epoch_order(
     draw = (seed, epoch) if sampling_method == "balanced" else (seed,)
     units = _units(sizes, chosen, draw, granularity=sampling_granularity)
     if not shuffle:
-        return SequentialShardOrder(units, EvenRows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
+        return SequentialShardOrder(units, Rows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
     return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
 
 

@@ -99,33 +99,6 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvenRows:
-    """Every sample once, with the longer rows spread evenly.
-
-    Args:
-        num_samples: The number of samples in the whole epoch.
-        num_rows: The number of canonical nodes.
-    """
-
-    num_samples: int
-    num_rows: int
-
-    @property
-    def num_positions(self) -> int:
-        """The number of positions, equal to the number of samples."""
-        return self.num_samples
-
-    def places(self, positions: Ints) -> Ints:
-        """Return the place of each position in the samples of the epoch."""
-        columns, rows = np.divmod(positions, self.num_rows)
-        length, longer = divmod(self.num_samples, self.num_rows)
-        if longer:
-            # The k-th row that is longer by one: the first c with (c + 1) * longer // num_rows = k + 1.
-            rows = np.where(columns == length, ((rows + 1) * self.num_rows - 1) // longer, rows)
-        return rows * self.num_samples // self.num_rows + columns
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
     """The units of an epoch, none of them empty, in the order of their shards.
 
@@ -248,7 +221,7 @@ class SequentialShardOrder:
         rows: The canonical nodes of the epoch.
     """
 
-    def __init__(self, units: Units, rows: EvenRows) -> None:
+    def __init__(self, units: Units, rows: Rows) -> None:
         self._units = units
         self._rows = rows
         self._stops = np.cumsum(units.size)

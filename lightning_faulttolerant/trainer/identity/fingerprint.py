@@ -267,12 +267,8 @@ def _values_of(owner: LightningModule | LightningDataModule) -> dict[str, object
 
 def _without(core: Mapping[str, Any], accepted: Collection[str]) -> dict[str, object]:
     """Return the core of a fingerprint without the values that may differ."""
-    left = {
-        kind: {name: value for name, value in core[kind].items() if not is_below(name, accepted)}
-        for kind in ("values", "data values")
-        if kind in core
-    }
-    return {**core, **left}
+    kinds = [kind for kind in ("values", "data values") if kind in core]
+    return {**core, **{kind: {n: v for n, v in core[kind].items() if not is_below(n, accepted)} for kind in kinds}}
 
 
 def _jsonable(value: object) -> object:
