@@ -249,7 +249,7 @@ def by_first(ranks: Ranks, step: str, held: _Held | None, work: Callable[[_Held]
         answer: tuple[str, _Result] = ranks.from_first(step, None)
         failure, result = answer
         if failure:
-            raise CheckpointError(f"Rank 0 could not save. The autosaves so far are kept: {failure}")
+            raise CheckpointError(f"Earlier autosaves are kept, but rank 0 could not save: {failure}")
         return result
     try:
         result = work(held)

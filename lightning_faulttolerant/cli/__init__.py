@@ -89,8 +89,8 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description=(
-            "Look at a run and its checkpoints, verify and prune them: none is loaded, no code in one is run. Drill a"
-            " run: kill it, and compare."
+            "Show, verify, and prune the checkpoints of a run, without loading them or running code in them. Drill a"
+            " script: kill it, and compare it with an uninterrupted run."
         ),
         epilog=f"Help on a command: {_PROGRAM} COMMAND --help",
     )

@@ -217,7 +217,7 @@ Show the contents of a checkpoint: its run and the position in it, the parts of 
 fingerprint of the run, versions and device, Lightning's keys and their sizes. For the checkpoint of an incident, its
 report is shown, too.
 
-Nothing is loaded, and no code in the file runs. Only the directory of the file and its pickle are read, not the
+Nothing is loaded, and no code in the file runs. Only its table of contents and its pickle are read, not the
 tensors. So it is fast on large files, and transfers little from a URL. To check the tensors, use "verify".
 """
 EPILOG = """\
@@ -242,8 +242,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         nargs="?",
-        help="checkpoint, run, directory, or URL: the newest checkpoint there; by default of this directory. For a"
-        " directory of shards, the part outside the shards is shown",
+        help="checkpoint, run, directory, or URL; of a run or a directory, the newest checkpoint. Default: this"
+        " directory. Of a directory of shards, the part outside the shards is shown",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
 

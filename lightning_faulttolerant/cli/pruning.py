@@ -23,9 +23,9 @@ autosaves are deleted: no file of ModelCheckpoint, no file that you have put the
 The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
 autosave refers to them.
 
-Kept autosaves, and incidents, are never deleted. If no autosave of a fit verifies, none is deleted.
-Newer ones that don't verify, and those that were set aside as damaged, stay unless you pass --damaged. Those of
-superseded runs stay unless you pass --superseded. A run in training is left alone.
+Those that "list" shows as "kept" or "incident" are never deleted. If no autosave of a fit verifies, none is deleted.
+Damaged ones that are newer than the oldest of the N, and those that were set aside, stay unless you pass --damaged.
+Those of superseded runs stay unless you pass --superseded. A run in training is left alone.
 """
 EPILOG = """\
 Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.

@@ -383,7 +383,7 @@ def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     for name in ("dump", "output"):
         path = getattr(arguments, name)
         if path is not None and os.path.isdir(path) and os.listdir(path):
-            return f"{path} is not empty: another replay would be mixed with this one"
+            return f"{path} is not empty. Pass an empty or new directory: two replays must not mix"
     return None
 
 

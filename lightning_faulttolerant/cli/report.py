@@ -236,13 +236,13 @@ def _wrapped(text: str) -> list[str]:
 
 DESCRIPTION = """\
 Report on a run: its processes, when each began, where it continued, and why it ended; its autosaves; and where the time
-went: training and evaluation that counted, waiting for autosaves, restoring, work that was done again, no process at
-all. A script with several fits or evaluations has a line for each. The report names each validation run or evaluation
-that a later process continued, with the batches that ran again.
+went: training and evaluation that counted, waiting for autosaves, restoring, repeated work, and the time without a
+process. A script with several fits or evaluations has a line for each. The report names each validation run or
+evaluation that a later process continued, with the batches that ran again.
 
-DIR is the directory of a run (<dirpath>/<run_id>), a dirpath with several runs, the default_root_dir above it, or a URL
-of one of these. If it has several runs, the one that was alive last is reported, and the others are listed. The report
-reads history.jsonl in the directory of the run, which stays when the run is over.
+DIR is the name or the directory of a run (<dirpath>/<run_id>), a checkpoint of it, a dirpath with several runs, the
+default_root_dir above it, or a URL. Of several runs, the one that was alive last is reported, and the others are
+listed. The report reads history.jsonl in the directory of the run, which stays when the run is over.
 """
 EPILOG = """\
 If a run is started again after it was over, it begins a new chapter. The last chapter is shown; --all shows all of
@@ -263,7 +263,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default this directory")
     parser.add_argument("--all", action="store_true", help="show all chapters, not only the last")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", metavar="FILE", help="also write it as a page: one file, which asks for no other")
+    parser.add_argument("--html", metavar="FILE", help="also write it as one self-contained HTML file")
 
 
 def run(arguments: argparse.Namespace) -> int:

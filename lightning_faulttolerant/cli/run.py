@@ -261,8 +261,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         metavar="STEP",
-        help="begin a branch: a new run, from a kept autosave of this one: a number of optimizer steps, EPOCH:BATCH, or"
-        " a path; the same command continues the branch",
+        help="begin a new run, a branch, from a kept autosave of this run. STEP is a number of optimizer steps,"
+        " EPOCH:BATCH, or a path. The same command continues the branch",
     )
     parser.add_argument(
         "--skip",

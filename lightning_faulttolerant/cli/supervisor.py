@@ -125,7 +125,7 @@ class RestartPolicy:
             text = f"{starts} ended without a new autosave; the last one by {ended.text}. The run is given up."
             return Verdict(text=text, exit_code=GAVE_UP)
         seconds = _WAITS_SECONDS[min(max(self._num_without_progress, 1), len(_WAITS_SECONDS)) - 1]
-        return Verdict(text=f"Ended by {ended.text}. Started again in {seconds:g} s.", wait_seconds=seconds)
+        return Verdict(text=f"Ended by {ended.text}. The next start is in {seconds:g} s.", wait_seconds=seconds)
 
     def note_saved(self, saved: Saved | None) -> bool:
         """Note the newest autosave that a start has told of. Return whether it is newer than those before it."""

@@ -442,7 +442,7 @@ def watch(directory: str) -> None:
         if hang is not None:
             report = hang_report(hang, directory)
             if not hang.is_only_reported:
-                _say(f"The processes are ended, with exit code {HANG_EXIT_CODE}; the last autosave stays.")
+                _say(f"A rank hangs: all are ended, with exit code {HANG_EXIT_CODE}. The same command continues it.")
                 end_hung(beat.process_id for beat, _ in hang.ranks)
             _say(f"{hang.text}. See {write_hang_report(report, hang.directory)}.")
         time.sleep(_LOOK_EVERY_SECONDS)

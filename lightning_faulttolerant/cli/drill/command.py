@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of this command.
     """
     add_command_words(parser)
-    parser.add_argument("--kills", metavar="N", type=at_least_1, default=5, help="how often it is struck (default: 5)")
+    parser.add_argument("--kills", metavar="N", type=at_least_1, default=5, help="number of strikes (default: 5)")
     parser.add_argument(
         "--signal",
         choices=KINDS,
@@ -196,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="strike exactly before these batches of the whole run, not at random ones; counted from 0: those of"
         " training, or of what --in names. The first batch of the run can't be struck",
     )
-    parser.add_argument("--check", action="store_true", help="first run it uninterrupted twice: is it deterministic?")
+    parser.add_argument("--check", action="store_true", help="first run COMMAND twice, to see if it is deterministic")
     parser.add_argument(
         "--ignore",
         metavar="NAME",
@@ -206,7 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the loss curves, the strikes and the verdict")
     parser.add_argument("--output", metavar="DIR", help="keep ledgers and outputs of the script here")
-    parser.add_argument("--seed", metavar="N", type=int, default=None, help="of the random moments")
+    parser.add_argument("--seed", metavar="N", type=int, default=None, help="seed of the random moments")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -287,7 +287,7 @@ def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
             f"--kills {arguments.kills} is less than what --in names: each of these {len(arguments.stages)} is struck"
         )
     if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
-        return f"{arguments.output} is not empty: ledgers of another drill would be mixed with this one's"
+        return f"{arguments.output} is not empty. Pass an empty or new directory: ledgers of two drills must not mix"
     if arguments.html is not None and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.html))):
         return f"{arguments.html}: no such directory"
     if arguments.html is not None and os.path.isdir(arguments.html):
