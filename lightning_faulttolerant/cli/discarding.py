@@ -10,11 +10,11 @@ import sys
 from lightning_faulttolerant.checkpoint.autosave_files import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli.found import meant, registry_here
-from lightning_faulttolerant.cli.text import reason_of, safe
+from lightning_faulttolerant.cli.text import reason_of, remote_errors, safe
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.runs import FILE_NAME
 from lightning_faulttolerant.storage.lock import open_lock
-from lightning_faulttolerant.storage.store import is_url, local_path, open_store
+from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\
 Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory
@@ -46,8 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = meant(arguments.run_name)
-    directory = directory if is_url(directory) else os.path.abspath(local_path(directory))
+    directory = open_store(meant(arguments.run_name)).url
+    with remote_errors(directory):
+        open_store(directory).listing()  # a lock must not create a directory that a typing error names
     lock = open_lock(directory)
     try:
         lock.acquire()

@@ -479,7 +479,7 @@ def checkpoint_meant(name: str | None) -> str:
     if content_path(path) != path:
         return path
     try:
-        files = find_checkpoints(path).files
+        files = [file for file in find_checkpoints(path).files if file.kind not in (SET_ASIDE, SUPERSEDED, INCIDENT)]
     except (NotADirectoryError, CheckpointError):
         return path
     if not files:

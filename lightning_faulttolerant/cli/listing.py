@@ -144,7 +144,8 @@ def _list_runs(*, as_json: bool) -> int:
     registry = registry_here()
     runs = list(unfinished_runs(registry))
     open_ones = {one.entry.run_id for one in runs}
-    finished = [one for one in find_runs(".") if one.is_finished and one.run_id not in open_ones]
+    ended = [one for one in find_runs(".") if one.history.chapters[-1].done is not None]
+    finished = [one for one in ended if one.run_id not in open_ones]
     if as_json:
         print(json.dumps({"runs": [*map(_run_as_json, runs), *map(_finished_as_json, finished)]}, indent=2))
     for one in () if as_json else runs:

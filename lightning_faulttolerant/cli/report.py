@@ -381,11 +381,6 @@ class FoundRun:
     history: RunHistory
 
     @property
-    def is_finished(self) -> bool:
-        """Whether its script has ended, and all of its fits."""
-        return self.history.chapters[-1].done is not None
-
-    @property
     def last_seen(self) -> float:
         """Time of the last known event of the run, seconds since 1970."""
         last = self.history.chapters[-1]
@@ -409,7 +404,7 @@ def find_runs(directory: str) -> list[FoundRun]:
         folder, name = split_path(directory)
         if name == FILE_NAME or not (is_url(directory) or os.path.isdir(local_path(directory))):
             directory = folder or "."  # of a checkpoint, the directory of its fit
-        own = _run(directory) or _run(split_path(os.path.abspath(directory))[0])
+        own = _run(directory) or _run(split_path(directory if is_url(directory) else os.path.abspath(directory))[0])
         runs = [own] if own is not None else _below(directory) or _below(_path(directory, DEFAULT_FOLDER))
         if not runs:
             inner = (_path(directory, name) for name in open_store(directory).listing().folders)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.run.history_file import text_of
 from tests.cli.checkpoints import call, save_series
 from tests.records.made import Story
@@ -49,7 +51,7 @@ def meanings(project: Path) -> dict[str, list[Any]]:
         "dirpath": ["fault_tolerance"],
         "above": [project],
         "above that": [project.parent],
-        "URL": [f"file://{run}"],
+        "file URL": [f"file://{run}"],
     }
 
 
@@ -66,6 +68,19 @@ def test_each_command_finds_what_is_meant(command: str, meaning: str, project: P
         assert "Run cut" in found.out or meaning in ("nothing", "dirpath", "above", "above that")
     else:
         assert "autosave-0000000" in found.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("inner", ["", "/cut", "/cut/fit-1"])
+def test_a_url(command: str, inner: str, capsys: Capture) -> None:
+    """In a store, too, a directory above, a run, and a fit are found."""
+    url = f"memory://{uuid.uuid4().hex}"
+    story = Story(1_700_000_000.0).begin(since=10).start().train(100, 10).autosave()
+    RemoteStore(f"{url}/cut").replace("history.jsonl", text_of(story.lines))
+    save_series(f"{url}/cut/fit-1", 2)
+    found = call(capsys, *COMMANDS[command], url + inner)
+    assert (found.status, found.err) == (0, ""), found
+    assert ("Run cut" if command == "report" else "autosave-0000000") in found.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
