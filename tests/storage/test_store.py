@@ -473,9 +473,9 @@ def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monke
 
 NO_CLIENT = """
 import sys
-import lightning_faulttolerant.checkpoint as checkpoint
+from lightning_faulttolerant.checkpoint import series
 from lightning_faulttolerant.storage.lock import open_lock
-checkpoint.open_store("run").names()
+series.open_store("run").names()
 print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.storage.remote")
        if name in sys.modules])
 """
