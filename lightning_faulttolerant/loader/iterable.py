@@ -134,7 +134,7 @@ class IterableRecord:
                 return position
         raise NotExactError(
             f"The position of the iterable data set after {num_batches} batches is no longer known, because "
-            f"{self.num_batches} have been fetched since. Its samples could not continue exactly."
+            f"{self.num_batches} have been fetched by now. Its samples could not continue exactly."
         )
 
 

@@ -223,7 +223,7 @@ class OwnLoader(WholeLoader):
         if last is None and consumed:
             raise NotExactError(
                 f"The position of the loader {type(self.loader).__name__} after {consumed} batches is no longer "
-                f"known, because {iteration.num_out} have been fetched since. Its batches could not continue exactly."
+                f"known, because {iteration.num_out} have been fetched by now. Its batches could not continue exactly."
             )
         return {
             "consumed": consumed,

@@ -74,7 +74,7 @@ class ChainIteration:
                 return digest
         raise NotExactError(
             f"The position of a loader after {num_batches} batches is no longer known, because {self.num_out} have "
-            "been fetched since. Its batches could not continue exactly."
+            "been fetched by now. Its batches could not continue exactly."
         )
 
 
