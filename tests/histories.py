@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.cli.report import find_runs
+from lightning_faulttolerant.cli.histories import find_runs
 from lightning_faulttolerant.records.history import FILE_NAME, Chapter, RunHistory
 from lightning_faulttolerant.records.lines import read_lines
 

@@ -14,7 +14,7 @@ from lightning_faulttolerant.cli.text import reason_of, remote_errors, safe
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.runs import FILE_NAME
 from lightning_faulttolerant.storage.lock import open_lock
-from lightning_faulttolerant.storage.store import open_store
+from lightning_faulttolerant.storage.store import Store, open_store
 
 DESCRIPTION = """\
 Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory
@@ -46,22 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = open_store(meant(arguments.run_name)).url
-    with remote_errors(directory):
-        open_store(directory).listing()  # a lock must not create a directory that a typing error names
-    lock = open_lock(directory)
+    store = open_store(meant(arguments.run_name))
+    with remote_errors(store.url):
+        store.listing()  # a lock must not create a directory that a typing error names
+    lock = open_lock(store.url)
     try:
         lock.acquire()
     except RunInUseError as error:
         print(safe(reason_of(error)), file=sys.stderr)
         return 1
     try:
-        aside = _set_aside(directory)
+        aside = _set_aside(store)
     finally:
         lock.release()
-    registry_here().remove(directory)
+    registry_here().remove(store.url)
     if not aside:
-        print(f"{safe(directory)} has no autosaves.", file=sys.stderr)
+        print(f"{safe(store.url)} has no autosaves.", file=sys.stderr)
         return 1
     for path in aside:
         print(f"set aside: {safe(path)}")
@@ -69,12 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _set_aside(directory: str) -> list[str]:
-    store = open_store(directory)
+def _set_aside(store: Store) -> list[str]:
     folders = fit_folders(store.listing().folders)
-    if fit_number(os.path.basename(directory.rstrip("/"))) and not folders:
+    if fit_number(os.path.basename(store.url.rstrip("/"))) and not folders:
         raise CheckpointError(
-            f"{directory} is the directory of one fit. Pass the directory of the run, which is above it."
+            f"{store.url} is the directory of one fit. Pass the directory of the run, which is above it."
         )
     # The last fit comes first. If this process is killed, the first fits are left, and a run continues from those.
     series = [AutosaveSeries(store.path(name), keep_last=1) for name in reversed(folders)]

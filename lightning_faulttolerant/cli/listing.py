@@ -12,7 +12,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import is_kept
 from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.cli import found, verification
 from lightning_faulttolerant.cli.found import Found, FoundFile, UnfinishedRun, registry_here, unfinished_runs
-from lightning_faulttolerant.cli.report import FoundRun, find_runs
+from lightning_faulttolerant.cli.histories import FoundRun, find_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
@@ -143,9 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _list_runs(*, as_json: bool) -> int:
     registry = registry_here()
     runs = list(unfinished_runs(registry))
-    open_ones = {one.entry.run_id for one in runs}
+    names = {one.entry.run_id for one in runs}
     ended = [one for one in find_runs(".") if one.history.chapters[-1].done is not None]
-    finished = [one for one in ended if one.run_id not in open_ones]
+    finished = [one for one in ended if one.run_id not in names]
     if as_json:
         print(json.dumps({"runs": [*map(_run_as_json, runs), *map(_finished_as_json, finished)]}, indent=2))
     for one in () if as_json else runs:

@@ -4,22 +4,22 @@ The wording of a report (times, places, ends), shared by its text and its page.
 
 The command ``report``: find the run, and print its report in the requested form, by default as text.
 
-The histories may be in a directory or below a URL. The text fits 80 columns.
+The text fits 80 columns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from lightning_faulttolerant.cli.found import meant
+from lightning_faulttolerant.cli.histories import FoundRun, above, find_runs, runs_below
 from lightning_faulttolerant.cli.report_page import (
     again_text,
     end_text,
@@ -33,13 +33,10 @@ from lightning_faulttolerant.cli.report_page import (
     who_waited,
 )
 from lightning_faulttolerant.cli.report_pictures import KIND_NAMES, FamilyRun, parent_of, tree_lines
-from lightning_faulttolerant.cli.text import moment_text, remote_errors, safe, size_text, table
+from lightning_faulttolerant.cli.text import moment_text, safe, size_text, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, Autosave, Chapter, FitHistory, RunHistory
-from lightning_faulttolerant.records.history_parser import history_of
-from lightning_faulttolerant.records.lines import count_lines, parse_lines
-from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
+from lightning_faulttolerant.records.history import Autosave, Chapter, FitHistory
 
 
 def from_text(fit: FitHistory) -> str:
@@ -306,9 +303,8 @@ def _family(run: FoundRun, others: list[FoundRun]) -> dict[str, FamilyRun]:
 
 def _beside(path: str) -> list[FoundRun]:
     """Return the runs in the directory above that of a run."""
-    above = split_path(path if is_url(path) else os.path.abspath(local_path(path)))[0]
     try:
-        return _below(above)
+        return runs_below(above(path))
     except OSError:
         return []
 
@@ -364,75 +360,3 @@ def _print_others(others: list[FoundRun]) -> None:
     rows = [[run.run_id, moment_text(run.last_seen), str(len(run.history.chapters))] for run in others]
     for line in table(("RUN", "LAST SEEN", "CHAPTERS"), rows, right=("CHAPTERS",), indent=2):
         print(line)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundRun:
-    """A run that has a history.
-
-    Args:
-        run_id: Its id, which is the name of its directory.
-        path: The path or URL of that directory.
-        history: The history of the run.
-    """
-
-    run_id: str
-    path: str
-    history: RunHistory
-
-    @property
-    def last_seen(self) -> float:
-        """Time of the last known event of the run, seconds since 1970."""
-        last = self.history.chapters[-1]
-        return last.processes[-1].last_seen if last.done is None else last.done
-
-
-def find_runs(directory: str) -> list[FoundRun]:
-    """Return the runs that have a history, the most recently active first.
-
-    Args:
-        directory: Directory of a run, a ``dirpath`` with several runs, or the ``default_root_dir`` above it; or a URL
-            of one of them.
-
-    Raises:
-        FileNotFoundError: If the local directory does not exist.
-        OSError: If something can't be read.
-    """
-    with remote_errors(directory):
-        if not is_url(directory):
-            os.stat(local_path(directory))
-        folder, name = split_path(directory)
-        if name == FILE_NAME or not (is_url(directory) or os.path.isdir(local_path(directory))):
-            directory = folder or "."  # of a checkpoint, the directory of its fit
-        own = _run(directory) or _run(split_path(directory if is_url(directory) else os.path.abspath(directory))[0])
-        runs = [own] if own is not None else _below(directory) or _below(_path(directory, DEFAULT_FOLDER))
-        if not runs:
-            inner = (_path(directory, name) for name in open_store(directory).listing().folders)
-            runs = [run for path in inner for run in _below(_path(path, DEFAULT_FOLDER))]
-    return sorted(runs, key=lambda run: run.last_seen, reverse=True)
-
-
-def _below(directory: str) -> list[FoundRun]:
-    found = (_run(_path(directory, name)) for name in open_store(directory).listing().folders)
-    return [run for run in found if run is not None]
-
-
-def _path(directory: str, name: str) -> str:
-    """Return the path of a folder in the form that the user would write."""
-    return open_store(directory).path(name) if is_url(directory) else os.path.join(local_path(directory), name)
-
-
-def _run(directory: str) -> FoundRun | None:
-    store = open_store(directory)
-    if not is_url(directory) and not os.path.isfile(store.path(FILE_NAME)):
-        return None
-    try:
-        with open_file(store.path(FILE_NAME), whole=True) as file:
-            text = file.read()
-    except FileNotFoundError:
-        return None
-    lines = parse_lines(text)
-    history = history_of(lines, num_unread=count_lines(text) - len(lines))
-    if not history.chapters:
-        return None
-    return FoundRun(run_id=split_path(store.url)[1], path=directory, history=history)

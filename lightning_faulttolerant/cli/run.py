@@ -232,7 +232,7 @@ def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
 
 
 DESCRIPTION = """\
-Run a training script. After each failure, start it again: it continues exactly where it was. The script needs no
+Run a training script, and start it again after each failure: it continues exactly where it was. The script needs no
 change: if it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds one.
 
   lightning-faulttolerant run -- python train.py

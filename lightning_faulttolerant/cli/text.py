@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from lightning_faulttolerant.errors import FaultToleranceError
-from lightning_faulttolerant.records.requests import Skip, skip_from
 from lightning_faulttolerant.storage.store import is_url
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -190,8 +189,10 @@ def at_least_1(text: str) -> int:
     return number
 
 
-def batch_to_skip(text: str) -> Skip:
-    """Return the batch that an option names."""
+def batch_to_skip(text: str) -> tuple[int, int]:
+    """Return epoch and batch that an option names."""
+    from lightning_faulttolerant.records.requests import skip_from
+
     try:
         return skip_from(text)
     except ValueError as error:

@@ -253,17 +253,8 @@ def skip_from(text: str) -> Skip:
     return int(match[1]), int(match[2])
 
 
-def skips_from(text: str) -> tuple[Skip, ...]:
-    """Return the batches in a list with commas between, in order.
-
-    Raises:
-        ValueError: If the text has another form.
-    """
-    return tuple(sorted({skip_from(place) for place in text.split(",") if place.strip()}))
-
-
 def skips_requested(environment: Mapping[str, str] = os.environ) -> tuple[Skip, ...]:
-    """Return the batches that the environment names.
+    """Return the batches that the environment names, in order.
 
     Args:
         environment: The environment of the process.
@@ -271,14 +262,15 @@ def skips_requested(environment: Mapping[str, str] = os.environ) -> tuple[Skip, 
     Raises:
         ValueError: If the variable has another form.
     """
+    places = environment.get(SKIP_VARIABLE, "").split(",")
     try:
-        return skips_from(environment.get(SKIP_VARIABLE, ""))
+        return tuple(sorted({skip_from(place) for place in places if place.strip()}))
     except ValueError as error:
         raise ValueError(f"{SKIP_VARIABLE}: {error}. Put commas between several.") from None
 
 
 def text_of_skips(skips: Iterable[Skip]) -> str:
-    """Return the text that `skips_from` reads.
+    """Return the text that `skips_requested` reads.
 
     Example:
         >>> text_of_skips([(4, 2), (3, 17)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.errors import OPTIONS_VARIABLE, UnsupportedTrainerError
 from lightning_faulttolerant.records.incidents import MeasuredStep
 from lightning_faulttolerant.trainer.bases import AnyCallback, served
 from lightning_faulttolerant.trainer.settings import (
@@ -14,7 +15,7 @@ from lightning_faulttolerant.trainer.settings import (
     checked_recording,
     checked_watch,
     described,
-    is_in_environment,
+    read_options,
     with_options_of_environment,
 )
 
@@ -112,6 +113,6 @@ def with_companions(options: Options, callbacks: Sequence[object]) -> Options:
     """Return the options of `FaultTolerance`, with those of the companions in its Trainer or in the environment."""
     for kind in (FlightRecorder, HangWatch):
         passed = [callback for callback in callbacks if isinstance(callback, kind)]
-        if passed or is_in_environment(kind.__name__):
+        if passed or read_options(kind.__init__, os.environ.get(OPTIONS_VARIABLE, "")):
             options = replace(options, **(passed or [kind()])[0].said)  # type: ignore[arg-type]
     return options

@@ -128,11 +128,6 @@ def read_options(init: Callable[..., None], text: str) -> dict[str, object]:
     return {name: _value(told, pairs[told], types[name]) for name, told in own.items() if told in pairs}
 
 
-def is_in_environment(kind: str) -> bool:
-    """Return whether the variable has options for a class of `COMPANIONS`."""
-    return any(name.startswith(f"{kind}.") for name in _pairs(os.environ.get(OPTIONS_VARIABLE, "")))
-
-
 def _pairs(text: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     place = 0
@@ -208,7 +203,8 @@ DEFAULT_BUDGET = 0.01
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _FLAGS = ("auto_resume", "strict", "elastic", "async_save", "incremental")
 _ACTIONS = HANG_NAMES[1:]
-_PLACE = re.compile(r"\d+(:\d+)?")
+PLACE = re.compile(r"\d+(:\d+)?")
+"""Where a branch begins, if it is not a path: a number of optimizer steps, or ``EPOCH:BATCH``."""
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
@@ -229,7 +225,7 @@ def requested_ledger() -> str | None:
 def requested_branch() -> str:
     """Return where a branch begins: a number of optimizer steps, ``EPOCH:BATCH``, an absolute path, or a URL."""
     text = os.environ.get(RESUME_FROM_VARIABLE, "").strip()
-    is_path = text and not _PLACE.fullmatch(text) and not is_url(text)
+    is_path = text and not PLACE.fullmatch(text) and not is_url(text)
     return os.path.abspath(os.path.expanduser(local_path(text))) if is_path else text
 
 

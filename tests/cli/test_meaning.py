@@ -52,6 +52,7 @@ def meanings(project: Path) -> dict[str, list[Any]]:
         "above": [project],
         "above that": [project.parent],
         "file URL": [f"file://{run}"],
+        "file URL of a fit": [f"file://{run}/fit-1"],
     }
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.cli.report import find_runs
+from lightning_faulttolerant.cli.histories import find_runs
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.history import FILE_NAME, FitHistory, RunPlace
 from lightning_faulttolerant.testing import assert_resumes_exactly

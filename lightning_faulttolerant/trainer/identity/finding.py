@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -256,8 +256,8 @@ class Finder:
             )
             autosaves = series.paths()
             fit = known.fits.get(match.number) if autosaves else None
-            own = self._fingerprint
-            start = own.state_dict() if fit is None else own.continuing(fit.start)  # from the first start
+            # From the first start, with what later ones accept.
+            start = self._fingerprint.state_dict() if fit is None else self._fingerprint.continuing(fit.start)
             record = (known if known.run_id else self._record(run)).with_fit(match.number, FitRecord(start=start))
             write_record(run.directory, record)
         self._register(run, record)
@@ -281,8 +281,8 @@ class Finder:
             return default
         return self._elsewhere(default)
 
-    def number_in(self, directory: str | None, begun: list[int]) -> int:
-        """Return the number that the fit has in a run, without opening it.
+    def place_in(self, directory: str | None, begun: list[int]) -> tuple[int, list[str]]:
+        """Return the number that the fit has in a run, and the differences that it accepts, without opening the run.
 
         Args:
             directory: The directory of the run; ``None`` if there is none.
@@ -292,20 +292,19 @@ class Finder:
         record = (None if directory is None else read_record(directory)) or RunRecord()
         fits = {fit_number(name): record.fits.get(fit_number(name)) for name in names}
         found = match_fit(fits, begun, self._fingerprint, runs_several=lambda: len(fits) > 1).number
-        accepted = self._fingerprint.continuing(record.fits.get(found, FitRecord()).start)["accepted"]
-        self.fingerprint = self._fingerprint = replace(self._fingerprint, accepted=accepted)
-        return found
+        return found, self._fingerprint.continuing(record.fits.get(found, FitRecord()).start)["accepted"]
 
-    def begun_in(self, run: RunDirectory, *, number: int, keep_last: int) -> FoundFit:
+    def begun_in(self, run: RunDirectory, *, number: int, accepted: list[str]) -> FoundFit:
         """Begin the fit in a run, under a number.
 
         Args:
             run: The run.
             number: The number of the fit.
-            keep_last: The maximum number of its autosaves.
+            accepted: The differences that it accepts.
         """
-        series = run.begin_fit(keep_last=keep_last, number=number, function=self._function)
-        return FoundFit(run=run, series=series, number=number, start=self._fingerprint.state_dict())
+        series = run.begin_fit(keep_last=1, number=number, function=self._function)
+        start = {**self._fingerprint.state_dict(), "accepted": accepted}
+        return FoundFit(run=run, series=series, number=number, start=start)
 
     def _open(self) -> RunDirectory:
         is_one_of_many = self._start.is_one_of_many or self._is_sweep

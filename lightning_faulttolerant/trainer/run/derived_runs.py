@@ -13,7 +13,6 @@ import hashlib
 import logging
 import os
 import pickle
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -43,7 +42,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition, progress_o
 from lightning_faulttolerant.trainer.resume.choice import Choice, origin_of
 from lightning_faulttolerant.trainer.run.directory import open_directory
 from lightning_faulttolerant.trainer.run.history_file import open_history
-from lightning_faulttolerant.trainer.settings import Options
+from lightning_faulttolerant.trainer.settings import PLACE, Options
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Branch:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._source = options.resume_from
-        self._path = None if re.fullmatch(r"\d+(:\d+)?", self._source) else self._source.rstrip("/")
+        self._path = None if PLACE.fullmatch(self._source) else self._source.rstrip("/")
         self._parent: str | None = None
         self._found: str | None = None
 
@@ -252,8 +251,8 @@ class ReplayedRun:
         run = open_directory(self._request.path("run"), self._options.script)
         run.on_end = _do_nothing
         self._directory = finder.look()
-        self._number = finder.number_in(self._directory, run.begun)
-        return finder.begun_in(run, number=self._number, keep_last=1)
+        self._number, accepted = finder.place_in(self._directory, run.begun)
+        return finder.begun_in(run, number=self._number, accepted=accepted)
 
     def choose(self, given: object) -> Choice:
         """Return what the fit starts from: the newest autosave that is not after the first step of interest.

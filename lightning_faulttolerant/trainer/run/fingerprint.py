@@ -75,12 +75,12 @@ class Comparison:
     """
 
     def __init__(
-        self, path: str, *, strict: bool, is_elastic: bool, accepted: Sequence[str] = (), warns: bool = True
+        self, path: str, *, strict: bool, is_elastic: bool, accepted: Collection[str] = (), warns: bool = True
     ) -> None:
         self._path = path
         self._strict = strict
         self._is_elastic = is_elastic
-        self.accepted = list(accepted)
+        self._accepted = accepted
         self._warns = warns
         self.not_exact: list[str] = []
         """The differences that are not an error."""
@@ -162,7 +162,7 @@ class Comparison:
         self._take(outcome.differences, remedy=SEED_THEM)
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
-        refused = [line for line in lines if not is_below(line.partition(": ")[0], self.accepted)]
+        refused = [line for line in lines if not is_below(line.partition(": ")[0], self._accepted)]
         if refused and self._strict:
             raise _mismatch(refused, path=self._path, remedy=remedy)
         if self._warns:
