@@ -17,8 +17,8 @@ NAMES = option_names(FaultTolerance.__init__)
 NOT_ADVICE = (
     'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual',
     'worker_rng="per_sample" is not possible for this loader',  # of ResumableDataLoader
-    "async_save=True: training waits for the autosaves of a strategy that shards.",
-    "incremental=True has no effect on the autosaves of a strategy that shards",
+    "async_save=True has no effect with a strategy that shards: training waits for its autosaves.",
+    "incremental=True has no effect with a strategy that shards: its autosaves are written whole",
     "every_n_train_steps=\n\n counts finished batches",
     "strict=False lets a run continue like that.",  # the drill, which doesn't know what adds the callback
     "load_state_dict(..., strict=False)",

@@ -80,7 +80,7 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
     try:
         is_tried = boundary.save_interrupted()
     except Exception as error:  # noqa: BLE001 - the user must see the original exception, and the last autosave exists
-        rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
+        rank_zero_warn(f"{name}: the state could not be saved: {error!r}. The last autosave stays.")
         return
     if isinstance(exception, TrainingStopped):
         say_unsaved(exception, pace.unsaved if is_tried else "")
@@ -92,8 +92,8 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
 
 def _what_there_is(position: TrainerPosition | None, *, is_new: bool) -> str:
     if position is None:
-        return "this start has saved nothing yet"
-    return f"{'saved' if is_new else 'the last autosave stays'}, {position}"
+        return "no autosave has been written since this start"
+    return f"the state {position} is saved" if is_new else f"the last autosave, {position}, stays"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

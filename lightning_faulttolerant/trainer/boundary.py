@@ -178,8 +178,8 @@ class Boundary:
         else:
             seconds_left = max(self._stopping.signals.grace.seconds_left(), 0)
             place += (
-                f". There was no time left to save it: {seconds_left:.1f} seconds of the"
-                f" grace period are left, and a save takes {self._autosaver.save_seconds:.1f}"
+                f". This state is not saved: a save takes {self._autosaver.save_seconds:.1f} seconds, and"
+                f" {seconds_left:.1f} seconds of the grace period are left"
             )
         self._stopping.end_together()
         raise stopped_by(reason, place, self._pace.unsaved_at(position))

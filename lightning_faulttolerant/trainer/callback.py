@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class FaultTolerance(Protection):
     """A callback that lets a killed training continue exactly where it was when the same command is run again.
 
-    So do ``validate``, ``test``, and ``predict``. Arguments that are not passed are taken from
+    ``validate``, ``test``, and ``predict`` continue, too. Arguments that are not passed are taken from
     ``PL_FAULT_TOLERANT_OPTIONS``. `docs/guides/settings.md` says more.
 
     Args:
@@ -139,7 +139,7 @@ class FaultTolerance(Protection):
             >>> callback = FaultTolerance().register("seen", lambda: list(seen), seen.extend)
         """
         if name in self._registered:
-            raise ValueError(f"A state is already registered as {name!r}. Give each its own name.")
+            raise ValueError(f"A state is already registered as {name!r}. Choose another name.")
         if not callable(state_dict) or not callable(load_state_dict):
             raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
         self._registered[name] = (state_dict, load_state_dict)
@@ -199,7 +199,7 @@ class FaultTolerance(Protection):
         if is_nested_fit(trainer):
             # It is part of a hook of the outer fit, and a resume runs that hook again from its start. The number of the
             # inner fit would then be that of another fit.
-            _log.info("A fit inside another fit is not saved: the outer fit resumes before it.")
+            _log.info("This fit runs inside another fit, so it is not saved: a resume of the outer fit repeats it.")
             return False
         self._last_report = None
         self._close_ledger()  # first: its patches lie over those of the session
@@ -287,8 +287,8 @@ class FaultTolerance(Protection):
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         if not any(callback is self for callback in found):
             raise UnsupportedTrainerError(
-                "This FaultTolerance is not among the Trainer's callbacks, but inside another one: Lightning would not "
-                "call all of its hooks, so pass it to Trainer(callbacks=[...]) itself."
+                "This FaultTolerance is inside another callback, so Lightning would not call all of its hooks. Pass it "
+                "to Trainer(callbacks=[...]) itself."
             )
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self

@@ -48,7 +48,7 @@ class FlightRecorder(Companion):
     """Keeps the state before each step in which something goes wrong, and keeps autosaves for replays.
 
     It works next to `FaultTolerance`, in any order. Arguments that are not passed are taken from
-    ``PL_FAULT_TOLERANT_OPTIONS``, as ``FlightRecorder.rule=spike``; then it need not be passed itself.
+    ``PL_FAULT_TOLERANT_OPTIONS``, as ``FlightRecorder.rule=spike``: that alone adds the callback, too.
 
     Args:
         rule: Which steps are incidents: ``nan``: the loss or a gradient is not finite; ``spike``: these, and a loss far
@@ -83,9 +83,9 @@ class FlightRecorder(Companion):
 class HangWatch(Companion):
     """Lets another process notice if a section of the run takes far too long.
 
-    It works next to `FaultTolerance`, in any order. ``lightning-faulttolerant run`` watches also without it. Arguments
-    that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, as ``HangWatch.timeout=600``; then it need not be
-    passed itself.
+    It works next to `FaultTolerance`, in any order. ``lightning-faulttolerant run`` watches even without it. Arguments
+    that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, as ``HangWatch.timeout=600``: that alone adds the
+    callback, too.
 
     Args:
         action: ``stop``: the other process ends the ranks with exit code 60, and writes what each of them was doing

@@ -361,7 +361,7 @@ class Supervision:
             failure = failure_of(self._trainer, self._loaders, exception, has_begun=self.has_begun)
             write_failure(self._directory, failure)
         except Exception:  # noqa: BLE001 - the user must see the original exception
-            _log.exception("The supervisor of this run could not be told of an exception.")
+            _log.exception("The exception that ends this process could not be reported to the run's supervisor.")
 
     def close(self) -> None:
         """Give everything back. May be called twice."""

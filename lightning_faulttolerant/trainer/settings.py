@@ -190,7 +190,7 @@ _READERS: dict[object, tuple[str, Callable[[str], object]]] = {
     bool: ("true or false", _among(true=True, false=False)),
     int: ("a whole number", _number(int)),
     float: ("a number", _number(float)),
-    str: ("a text, not empty", lambda text: text or _UNFIT),
+    str: ("a text that is not empty", lambda text: text or _UNFIT),
     Literal: ("a word", lambda text: text or _UNFIT),
     timedelta: ("a time such as 0:05:00 (hours, minutes, seconds)", _duration),
     Sequence: (f"names separated by {SEPARATOR}", _list),

@@ -221,7 +221,7 @@ class StopSignals:
             requeue_signal: One more signal. On it, the SLURM job is queued again.
         """
         if threading.current_thread() is not threading.main_thread():
-            _log.warning("Stop signals are not handled: fit does not run in the main thread.")
+            _log.warning("fit does not run in the main thread, so stop signals end it without a save.")
             return
         self._handlers.install(self._handle, original_handlers, requeue_signal)
 
@@ -359,7 +359,7 @@ def _parsed(text: str) -> datetime | timedelta:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # Python 3.10 does not know the Z
     except ValueError:
         raise ValueError(
-            f"deadline is {text!r}, which is neither a time such as '2026-12-31 18:30:00+01:00' nor a time from now on"
+            f"deadline is {text!r}, which is neither a time such as '2026-12-31 18:30:00+01:00' nor a duration"
             " such as '4:00:00' or '2 days, 4:00:00'."
         ) from None
 

@@ -194,7 +194,7 @@ def test_without_a_parent_the_error_says_what_to_pass(tmp_path: Path) -> None:
     """A command that has no run has no steps either."""
     refused = script(tmp_path, resume_from=3)
     assert refused.exit_code == 1
-    assert "this command has no run" in refused.output
+    assert "no run of this command was found" in refused.output
     assert "name the path of an autosave" in refused.output
 
 

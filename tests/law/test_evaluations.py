@@ -432,7 +432,7 @@ def test_repeated(tmp_path: Path) -> None:
         evaluation("test", module=OpensAFile), tmp_path, Strike("test", 4), Strike("test", 4, signal.SIGKILL),
         resumes=False,
     )  # fmt: skip
-    assert "It is repeated from its start: a hook at its start may have done" in outputs[0]
+    assert "The next start repeats all of it: a hook at its start may have done" in outputs[0]
 
 
 class Rows:
@@ -473,7 +473,7 @@ def test_a_loader_that_cannot_be_followed(tmp_path: Path) -> None:
     """Such a loader is not refused, as in a fit. The evaluation runs as it is, and from its start."""
     outputs = assert_continues(evaluation("predict", loaders=Rows), tmp_path, Strike("predict", 2), resumes=False)
     assert "can't be resumed exactly" not in outputs[0]
-    assert "It is repeated from its start: a loader is not followed" in outputs[0]
+    assert "The next start repeats all of it: the position of a loader can't be saved" in outputs[0]
 
 
 class Unsized(IterableDataset[Tensor]):
@@ -741,7 +741,10 @@ def test_weights_in_shards_that_change(tmp_path: Path) -> None:
         make_trainer(ours, tmp_path, devices=2, strategy=fsdp2()).test(Adapts(), loader(size=240))
 
     assert run_ranks(of_rank, outputs=[output, tmp_path / "rank-1.txt"], seed=1, timeout_seconds=60) == 143
-    assert "It can't continue here: it has changed weights that are in shards" in output.read_text()
+    assert (
+        "The next start repeats the batches since its last autosave: it has changed weights that are in shards"
+        in output.read_text()
+    )
     assert "to continue before batch 0 of test" in output.read_text()
 
 

@@ -155,7 +155,7 @@ def test_other_parameters_of_a_restart_are_reported(tmp_path: Path) -> None:
     run(lambda: fit([FaultTolerance(**options), LogsParam(2), KillAt(3)], tmp_path, mlflow))
     ended = run(lambda: fit([FaultTolerance(**options), LogsParam(3)], tmp_path, mlflow), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert "MLflow keeps the first value of epochs, which differs now" in ended.output
+    assert "MLflow keeps the earlier values of epochs, which differ now" in ended.output
     [only] = runs_of(tmp_path).values()
     assert only["params"]["epochs"] == "2"
 

@@ -199,4 +199,4 @@ def test_shards_are_written_whole(tmp_path: Path) -> None:
     code = run_ranks(main, outputs=outputs, seed=1, timeout_seconds=100)
     said = outputs[0].read_text()
     assert code == 0, said
-    assert "incremental=True has no effect on the autosaves of a strategy that shards: they are written whole." in said
+    assert "incremental=True has no effect with a strategy that shards: its autosaves are written whole." in said

@@ -76,7 +76,7 @@ def test_exception_after_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> 
         fit_net(callbacks, tmp_path, module=Backbone(), max_epochs=3)
 
     ended = run(main)
-    assert "ZeroDivisionError: the last autosave stays" in ended.output
+    assert "ZeroDivisionError: the last autosave, " in ended.output
     assert "could not be saved" not in ended.output
 
 

@@ -201,7 +201,7 @@ def test_deleted_files_are_reported(gone: str, tmp_path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     ended = run(lambda: fit_logging([FaultTolerance(**options)], tmp_path, CSV["default"]), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert ("is gone" if not gone else "0 rows, but 2 were logged before the autosave") in ended.output
+    assert ("does not exist anymore" if not gone else "0 rows, but 2 were logged before the autosave") in ended.output
 
 
 class PlainLogger(Logger):

@@ -179,7 +179,7 @@ def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
     saved = run(lambda: main([FaultTolerance(**protected), KillAt(7)]))
     assert "the rest of Own.on_train_batch_end comes after the hook that saved" in saved.output
     ended = run(lambda: main([FaultTolerance(**protected), KillAt(3)], tmp_path / "epoch=0-step=6.ckpt"))
-    assert "epoch=0-step=6.ckpt can't be resumed exactly. To start from that file" in ended.output
+    assert "epoch=0-step=6.ckpt can't be resumed exactly. To start from ckpt_path" in ended.output
     assert "Resumed exactly before batch 0 of epoch 0" in ended.output
     refused = run(lambda: main([FaultTolerance(auto_resume=False, **protected)], tmp_path / "epoch=0-step=6.ckpt"))
     assert refused.exit_code == 1

@@ -73,8 +73,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("interval", "expected", "line"),
-    [(1, "before batch 3", f"step=2.ckpt is not further. To start from that file anyway, {ONCE}"),
-     (100, "after the step of batch 1", "step=2.ckpt is further than the autosave")],
+    [(1, "before batch 3", f"step=2.ckpt is not further. To start from ckpt_path anyway, {ONCE}"),
+     (100, "after the step of batch 1", "step=2.ckpt, which is further than")],
 )  # fmt: skip
 def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, tmp_path: Path) -> None:
     """The autosave or the script's file of this run wins, whichever is further: the log says which, and why."""

@@ -261,7 +261,7 @@ def test_it_is_recorded_and_never_silent(tmp_path: Path, capsys: Any, monkeypatc
     assert second.exit_code == 0, second.output
     assert "batch 1 of epoch 0 was left out" in second.output
     assert "Batch 2 of epoch 1 is left out" in second.output
-    assert "--skip names batch 9 of epoch 9, which never came" in second.output
+    assert "--skip names batch 9 of epoch 9, which the run never reached" in second.output
     [directory] = (tmp_path / "fault_tolerance").iterdir()
     report = call(capsys, "report", directory).out
     assert "Batch 1 of epoch 0 was left out, by --skip." in report

@@ -166,7 +166,7 @@ def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
     """A warning says that the next start needs trust, and it does."""
     ended = fit(shared, KillAt(3), strict=False)
     assert ended.exit_code == -signal.SIGKILL
-    assert "Because strict is off, the run is saved anyway" in ended.output
+    assert "Because strict is off, they are saved anyway" in ended.output
     assert_refused(fit(shared, strict=False), f"{shared} is writable by everybody (mode 0777)")
     assert_resumed(fit(shared, strict=False, trust_autosaves=True))
 

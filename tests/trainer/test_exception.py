@@ -37,7 +37,7 @@ def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCa
     """If no autosave exists, none is named."""
     with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
         fit_net([ours(tmp_path), FailsToSave()], tmp_path)
-    assert "ZeroDivisionError: this start has saved nothing yet." in caplog.text
+    assert "ZeroDivisionError: no autosave has been written since this start." in caplog.text
 
 
 def test_stop_before_anything_is_saved_names_what_the_start_continued_from(

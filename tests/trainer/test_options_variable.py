@@ -72,7 +72,7 @@ def test_values_have_the_types_of_the_signature(text: str, expected: dict[str, A
         ("keep_last=", "keep_last must be a whole number, got ''"),
         ("overhead_budget=low", "overhead_budget must be none or a number, got 'low'"),
         ("train_time_interval=300", "train_time_interval must be none or a time such as 0:05:00"),
-        ("dirpath=", "dirpath must be none or a text, not empty"),
+        ("dirpath=", "dirpath must be none or a text that is not empty"),
         ("strict", "must be pairs of name=value, separated by commas"),
         ('dirpath="/a, strict=false', "must be pairs of name=value, separated by commas"),
         ('dirpath="/a" b', "must be pairs of name=value, separated by commas"),

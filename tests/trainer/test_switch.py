@@ -94,7 +94,9 @@ def test_one_inside_another_callback_is_refused(tmp_path: Path) -> None:
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
             self.held.setup(trainer, pl_module, stage)
 
-    with pytest.raises(UnsupportedTrainerError, match="not among the Trainer's callbacks, but inside another one"):
+    with pytest.raises(
+        UnsupportedTrainerError, match="is inside another callback, so Lightning would not call all of its hooks"
+    ):
         fitted([Holds()], tmp_path)
 
 

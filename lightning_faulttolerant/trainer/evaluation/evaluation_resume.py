@@ -146,7 +146,7 @@ class OtherRanks:
     def _reasons(self, part: CheckpointPart, checkpoint: State) -> Iterator[str]:
         states = self._states
         if has_shards(self._trainer.strategy):
-            yield "its weights are in shards, and other ranks have other shards"
+            yield "its weights are in shards, and a different number of ranks has other shards"
         yield from (state[DEALT]["reason"] for state in states if state[DEALT]["reason"])
         lengths = [[one["length"] for one in state[DEALT]["loaders"]] for state in states]
         datasets = [_datasets(state.get(FINGERPRINT, part["fingerprint"]["loaders"])) for state in states]
@@ -375,7 +375,7 @@ class EvaluationResume:
             if self._saved.other_ranks is None:
                 return ranks
             if self._saved.other_ranks.reason:
-                return f"{ranks}: {self._saved.other_ranks.reason}"
+                return f"{ranks}, and these ranks can't continue it: {self._saved.other_ranks.reason}"
         if has_weights and self._saved.state.get(SUMS) != self._evaluation.sums:
             return "it begins with different weights"
         found = {**self._fingerprint.model(), **self._fingerprint.settings()}

@@ -138,9 +138,9 @@ class Dealing:
             return self._reason
         saved, now = [state["length"] for state in states], [one.rest.length for one in self._dealt]
         if saved != now:
-            return f"its loaders had {saved} samples, and now {now}"
+            return f"its loaders had {saved} samples, and have {now} now"
         if self._is_per_sample and any(_rest_of(state).begin is None for state in states):
-            return "the seeds of its samples can't continue if the ranks were in different loaders"
+            return "its ranks were in different loaders, so the seeds of its samples can't be continued"
         return ""
 
     def deal(self, states: Sequence[Mapping[str, Any]], patches: Patches) -> None:

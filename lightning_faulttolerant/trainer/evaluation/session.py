@@ -206,8 +206,8 @@ class EvaluationSession(AnySession):
         self._resume, self._continued, series = None, None, self._beginning.series
         if self._beginning.ranks.rank == 0 and series is not None:
             aside = series.set_aside("another-evaluation")
-            reason = reason or "another rank differs"
-            tell(f"This {self._function} starts over: {reason}. Its autosaves are in {aside}.")
+            reason = reason or "another rank can't continue it"
+            tell(f"This {self._function} starts over: {reason}. Its autosaves are now in {aside}.")
 
     # What the seams do.
 
@@ -365,8 +365,8 @@ class EvaluationSession(AnySession):
         if state is None:
             if saver.saved is None:
                 saver.save_start(position)
-            outcome = "is repeated from its start" if saver.has_only_start else "can't continue here"
-            place += f". It {outcome}: {begun.run_state.validation.reason}"
+            outcome = "all of it" if saver.has_only_start else "the batches since its last autosave"
+            place += f". The next start repeats {outcome}: {begun.run_state.validation.reason}"
         elif self.stopping.save_fits():
             with self.stopping.signals.saving():
                 unsaved = saver.save(position, state)

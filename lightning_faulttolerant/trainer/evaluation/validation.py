@@ -115,7 +115,7 @@ class ValidationRun:
             return "a hook at its start may have done something that a new process would miss"
         trackers = self._trackers()
         if len(trackers) < self._val_loop.num_dataloaders:
-            return "a loader is not followed"
+            return "the position of a loader can't be saved"
         return runs.why_unknown(self._val_loop)
 
     @property

@@ -325,7 +325,7 @@ class MLflowPoints:
                 "autosave"
             )
         if self._changed_params:
-            notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which differs now")
+            notes.append(f"MLflow keeps the earlier values of {', '.join(self._changed_params)}, which differ now")
         return notes
 
     def state_dict(self) -> dict[str, object]:

@@ -107,7 +107,7 @@ class LoggerFiles:
             )
             return False
         if not get_filesystem(state["log_dir"]).isdir(state["log_dir"]):
-            self.notes.append(f"{key} begins again: {state['log_dir']} is gone")
+            self.notes.append(f"{key} begins new files: {state['log_dir']} does not exist anymore")
             return False
         if compat.has_begun(logger) and (save_dir is not None or logger.version != state["version"]):
             self.notes.append(f"{key} began {logger.log_dir} before the fit; it continues in {state['log_dir']}")

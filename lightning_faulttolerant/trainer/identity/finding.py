@@ -107,15 +107,15 @@ def tell_passed_over(match: Match, *, run_id: str) -> None:
     if match.is_guess and "guess" not in has_told:
         has_told.add("guess")
         tell(
-            "This trial starts from the beginning: it can't be distinguished from other trials of this sweep. So that "
-            'an interrupted trial continues, give each a callback FaultTolerance(run_id=f"trial-{trial.number}").'
+            "This trial starts from the beginning: it can't be distinguished from other trials of this sweep. To let "
+            'interrupted trials continue, give each its own FaultTolerance(run_id=f"trial-{trial.number}").'
         )
     if not match.passed_over or run_id in has_told:
         return
     has_told.add(run_id)
     number, lines = next(iter(match.passed_over.items()))
     what = "; ".join(lines[:_MAX_LINES]) or "its initial weights"
-    tell(f"This fit starts from the beginning. It is not fit {number} of {run_id}, which was interrupted: {what}.")
+    tell(f"This fit starts from the beginning. It differs from the interrupted fit {number} of {run_id}: {what}.")
 
 
 def advise(exception: BaseException, choice: Choice | None) -> None:
@@ -166,10 +166,10 @@ def _difference(one: Command, other: Command) -> str:
     if one.arguments != other.arguments:
         return f"it was started with other arguments ({shlex.join(one.arguments) or 'none'})"
     if one.task != other.task:
-        return f"it is another task ({one.task or 'none'})"
+        return f"it is another task of the job array ({one.task or 'none'})"
     if one.script != other.script:
-        return f"it belongs to {one.script}, and starts differently"
-    return "it starts differently"
+        return f"it was started from {one.script}, with another model, data, or settings"
+    return "it was started with another model, data, or settings"
 
 
 _LOOK_EVERY_SECONDS = 0.25
@@ -339,7 +339,7 @@ class Finder:
         try:
             run = self._open_patiently(directory)
         except (RunInUseError, CheckpointError, OSError) as error:
-            tell(f"This run has its own directory: {error}")
+            tell(f"This run can't continue the one in {directory}, and starts in a directory of its own: {error}")
             return None
         if autosaves_of(directory):
             return run
@@ -459,7 +459,7 @@ class Finder:
         try:
             registry.add(entry)
         except OSError as error:
-            tell(f"The registry of runs can't be written: {error}")
+            tell(f"The registry of runs can't be written, so a start elsewhere won't find this run: {error}")
             return
         run.on_end = lambda: registry.remove(run.directory)
 

@@ -266,7 +266,7 @@ def write_record(directory: str, record: RunRecord) -> None:
         with open_store(directory).writer(FILE_NAME, fsync=False) as file:
             file.write(record.to_json())
     except (OSError, CheckpointError) as error:
-        _log.warning("How this run started can't be written to %s: %s", directory, error)
+        _log.warning("How this run started can't be written to %s, so it may not be recognized: %s", directory, error)
 
 
 def remove_record(directory: str) -> None:

@@ -211,7 +211,7 @@ class Loaders:
                 self._refuse(place, reason)
             return loader
         if place in self._continued.resumed.left:
-            self._refuse(place, "the checkpoint has no position of it, because it could not be followed then")
+            self._refuse(place, "the checkpoint holds no position of it, because none could be determined then")
         follow = self._follow_own if is_whole else self._follow
         tracker, followed = follow(place, loader, self._owner_of(stage))
         if stage == TRAIN and isinstance(tracker, TrackedLoader):

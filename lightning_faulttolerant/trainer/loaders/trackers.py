@@ -82,7 +82,7 @@ def skip_consumed(
             continue  # Lightning restores the state that it has saved for it
         num_skipped = _num_in_cycle(combined["index"] - num_ahead, loader)
         if num_skipped > 0:
-            _log.warning("%s: the first %d batches of the epoch are drawn and dropped.", place, num_skipped)
+            _log.warning("%s has no saved position: its first %d batches are loaded and dropped.", place, num_skipped)
             deque(islice(iterator, num_skipped), maxlen=0)
 
 

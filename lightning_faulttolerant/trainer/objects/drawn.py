@@ -135,7 +135,7 @@ class Drawn:
         if done:
             numbers = self._contents.numbers
             lines += [
-                f"{_line(path, text, numbers[path])}; it may come from what was drawn"
+                f"{_line(path, text, numbers[path])}; it may depend on values that were drawn without a seed"
                 for path, text in saved[_NUMBERS].items()
                 if numbers.get(path, text) != text
             ]
@@ -182,7 +182,7 @@ class Drawn:
         return done, others
 
 
-_OF_FIRST = "as the first start drew it"
+_OF_FIRST = "restored to what the first start drew"
 _NO_SAMPLES = "; it differs from the first start, but is too short to hold the samples"
 _INDICES = ".indices"
 _PART_OF_CONCAT = re.compile(r"\.parts\.(\d+)")

@@ -66,7 +66,7 @@ class Structure:
         if any(id(now[name]) in self._ids for name in moved):
             found["module"] = (
                 "layers that have changed places: they would get each other's optimizer states. Leave them in place, "
-                "and let forward choose"
+                "and let forward choose between them"
             )
         return found
 
@@ -100,9 +100,9 @@ def _told(lost: Mapping[str, str], path: str) -> str:
     lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
     return (
         f"{path} can't be resumed exactly: training has changed something that a checkpoint can't carry.\n{lines}\n"
-        "Unless a line says what to do, set it in on_load_checkpoint of the module or callback that holds it, or pass "
-        f"two functions: FaultTolerance.register({next(iter(lost))!r}, state_dict, load_state_dict); or pass "
-        "strict=False to continue without it."
+        "Unless a line says what to do, set it in on_load_checkpoint of the module or callback that holds it, or name "
+        f"functions that save and restore it: FaultTolerance.register({next(iter(lost))!r}, state_dict, "
+        "load_state_dict), or pass strict=False to continue without it."
     )
 
 
@@ -238,7 +238,7 @@ class Objects:
         for path in state.things_of(is_loader_iterator):
             if is_global(path):
                 continue  # the script may have taken a batch from it; it is reported if training draws from it
-            reason = f"The iterator {path} can't be resumed exactly: it belongs to a loader that is not followed."
+            reason = f"The iterator {path} can't be resumed exactly: the position of its loader is not saved."
             remedy = (
                 "Let the training loaders yield these batches, too. If a data set holds it, pass the Trainer an object "
                 "whose __iter__ creates the data set and its loader in each pass. Or pass strict=False."
@@ -282,7 +282,7 @@ class Objects:
         live = {path: reason for path, reason in baseline.state.live.items() if path in skipped}
         found = {
             path: (
-                f"{reason}, and a resume in the middle of an epoch does not call the hook; create it in on_train_start"
+                f"{reason}, and a resume in the middle of an epoch does not call that hook; create it in on_train_start"
             )
             for path, reason in live.items()
         }

@@ -129,7 +129,7 @@ class Member:
                 place, wish = appointed
                 if self.boundary > place:
                     raise RanksLostError(
-                        f"all ranks had to {wish} at boundary {place}, but this rank is at {self.boundary}"
+                        f"the ranks agreed to {wish} at boundary {place}, but this rank is already at {self.boundary}"
                     )
                 self._appointed, self._limit = None, _NEVER
                 self._wanted.discard(SAVE)

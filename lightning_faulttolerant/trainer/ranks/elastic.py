@@ -210,9 +210,9 @@ class Resized:
             )
         if self._position.where == IN_VALIDATION:
             raise NotExactError(
-                f"The checkpoint was saved {self._position}. A different number of ranks can't continue this run "
-                f"({self.ranks}). Start with as many ranks as before, at least to its end. With elastic=True, or with "
-                'worker_rng="per_sample", its start is saved instead, and any number of ranks can continue from there.'
+                f"The checkpoint was saved {self._position}. A different number of ranks can't continue there "
+                f"({self.ranks}). Start with as many ranks as before, at least until the validation run ends. With "
+                'elastic=True, or with worker_rng="per_sample", its start is saved instead, for any number of ranks.'
             )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])
@@ -243,7 +243,7 @@ class Resized:
 
     def _loaders(self, fingerprints: State) -> dict[str, Any]:
         first = self._states[0]["loaders"]
-        reasons = [f"{place} could not be followed when it was saved" for place in first["left"]]
+        reasons = [f"{place} was saved without a position" for place in first["left"]]
         reasons += [f"{place} keeps its own state" for place in first["own"]]
         training = [place for place in first["places"] if place.startswith(TRAIN)]
         is_begun = any(first["places"][place].get("consumed") or DEAL in first["places"][place] for place in training)
@@ -345,9 +345,9 @@ class Resized:
         steps = done % self._state_accumulation() == 0 or done == now
         if self._position.where in (BATCH_END, VALIDATION, VALIDATION_END) and had_stepped != steps:
             self.lost.append(
-                "the loggers' step, and schedulers that wait for a value: the batch in whose hook the checkpoint was"
-                f" taken {'ended' if had_stepped else 'did not end'} an accumulation window, and for these ranks it"
-                f" {'ends one' if steps else 'does not'}"
+                "the loggers' step, and schedulers that wait for a value: the last batch before the checkpoint"
+                f" {'ended' if had_stepped else 'did not end'} an accumulation window of the ranks that saved, and"
+                f" {'ends' if steps else 'does not end'} one of these ranks"
             )
 
     def _fit_gradients(self, loaders: Loaders, done: int) -> None:

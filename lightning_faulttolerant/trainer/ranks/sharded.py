@@ -335,8 +335,8 @@ def _explained(path: str) -> Iterator[None]:
         yield
     except (LookupError, _torchs_exception()) as error:
         raise CheckpointError(
-            f"{path} can't be loaded: {error!r:.200}. If a hook (on_save_checkpoint) or a state_dict has left out "
-            "something, this strategy can't do without it: resume from an autosave, which has all, or let them keep it."
+            f"{path} can't be loaded: {error!r:.200}. This strategy needs the whole state, and a hook "
+            "(on_save_checkpoint) or a state_dict may have left out a part. Resume from an autosave, which is complete."
         ) from error
 
 
@@ -420,8 +420,8 @@ class Replicas:
             return ""
         more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
         return (
-            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
-            f" parameter that is not in shards once, so the run would not continue exactly. {self._advice()}"
+            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds only"
+            f" one copy of a parameter that is not in shards, so the run would not continue exactly. {self._advice()}"
         )
 
     def _advice(self) -> str:

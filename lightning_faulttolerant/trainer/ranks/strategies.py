@@ -219,7 +219,7 @@ def agree_on_prefix(store: Any, *, rank: int, num_ranks: int, timeout: timedelta
     while (num_others := store.add(f"{name}/others", 0)) < num_ranks - 1:
         if time.monotonic() > deadline:
             raise RanksLostError(
-                f"Only {num_others + 1} of {num_ranks} ranks have come to torchrun's store within"
+                f"Only {num_others + 1} of {num_ranks} ranks have connected to torchrun's store within"
                 f" {timeout.total_seconds():g} seconds. The logs of the others say why they have not."
             )
         calls = store.get(_CALLS).decode().split() if store.check([_CALLS]) else []
@@ -268,14 +268,14 @@ def check_strategy(strategy: Strategy) -> None:
     base = next((known for known in SUPPORTED if isinstance(strategy, known)), None)
     if base is None:
         raise UnsupportedTrainerError(
-            f"FaultTolerance does not know the strategy {kind.__module__}.{kind.__name__}, which derives from none of "
-            f"{', '.join(known.__name__ for known in SUPPORTED)}. We can't know how it saves, and what its ranks "
+            f"FaultTolerance does not support the strategy {kind.__module__}.{kind.__name__}: it derives from none of "
+            f"{', '.join(known.__name__ for known in SUPPORTED)}, so we can't know how it saves and what its ranks "
             f"hold. {_ADVICE}"
         )
     own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
     if own:
         raise UnsupportedTrainerError(
-            f"FaultTolerance does not know how {kind.__module__}.{kind.__name__} saves: it derives from "
+            f"FaultTolerance does not support the strategy {kind.__module__}.{kind.__name__}: it derives from "
             f"{base.__name__} and has its own {' and its own '.join(own)}. An autosave would be written without it, "
             f"or in an unknown form. {_ADVICE}"
         )

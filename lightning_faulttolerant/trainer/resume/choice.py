@@ -121,7 +121,7 @@ class Trust:
         text = _refusal(packed, reason)
         if self._options.strict:
             raise UnsafeCheckpointError(text)
-        _log.warning("%s\nBecause strict is off, the run is saved anyway. Its next start needs this trust.", text)
+        _log.warning("%s\nBecause strict is off, they are saved anyway. The next start needs this trust.", text)
 
     def written(self, pool: Mapping[str, object], path: str, *, is_first: bool) -> None:
         """Let no other user write to an autosave that holds objects as bytes. Check that the first one can be loaded.
@@ -292,7 +292,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: object, options: Opt
     origin = part["origin"]
     why = _why_not(path, ours)
     if why is None:
-        tell(f"{path} is further than the autosave {newest}: this fit continues from that file.")
+        tell(f"This fit continues from {path}, which is further than {newest}, the newest autosave of this run.")
         return Choice(path=_as_given(given), origin=origin, autosave=newest)
     why.tell(path, newest)
     return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
@@ -321,7 +321,7 @@ def set_aside(series: AutosaveSeries, choice: Choice) -> None:
         return
     aside = series.set_aside("another-ckpt_path")
     _log.warning(
-        "This fit starts from %s. The autosaves of this run belong to another start. They are now in %s.",
+        "This fit starts from %s. The earlier autosaves of this run, which had another ckpt_path, are now in %s.",
         choice.path, aside,
     )  # fmt: skip
 
@@ -341,12 +341,12 @@ class _Why:
         """Report the reason, and how to start from the named checkpoint instead."""
         if self.is_damage:
             reason = f"{path} can't be used, so this run continues from its newest autosave: {self.reason}"
-            advice = "To start from that file anyway, pass FaultTolerance(auto_resume=False) once:"
+            advice = "To start from ckpt_path anyway, pass FaultTolerance(auto_resume=False) once:"
             _log.warning("%s %s the autosaves are then set aside.", reason, worded(advice))
         else:
             tell(
                 f"This fit continues from {newest}, the newest autosave of this run: {path} {self.reason}. To start"
-                " from that file anyway, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
+                " from ckpt_path anyway, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
                 " aside."
             )
 
@@ -451,6 +451,6 @@ def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
 def _wrong(read: Sequence[tuple[str, str]]) -> dict[int, str]:
     """Return what is wrong with what the ranks have read, by their numbers."""
     _, first = read[0]
-    other = "it has another file of this name than rank 0"
+    other = "its file of this name differs from that of rank 0"
     found = {rank: failure or other * (identity != first) for rank, (failure, identity) in enumerate(read)}
     return {rank: text for rank, text in found.items() if text}

@@ -115,7 +115,7 @@ class LoadedValues:
             if is_tensor and (value is None or (len(path) == 1 and not has_shape)):
                 reasons.append(
                     f"{self._changed_by.get(path, _ANY_HOOK)} has changed {self._name_of(path)} after the load of the "
-                    "checkpoint, and its value is not in the file as it was loaded"
+                    "checkpoint, and the loaded value can't be read from the file again"
                 )
             elif has_shape:
                 now.copy_(value)
@@ -330,7 +330,7 @@ class RestoredState:
         self._parts[_TRAINING] = LoadedValues(lambda: _training(self._trainer), names)
         num = len(self._trainer.lr_scheduler_configs)
         if self._num_schedulers < num:  # Lightning loads those that there are
-            self._reasons.append(f"schedulers: the checkpoint has the states of {self._num_schedulers} of {num}")
+            self._reasons.append(f"schedulers: the checkpoint has the states of only {self._num_schedulers} of {num}")
             self._num_schedulers = num
 
     def put_back(self, created: Mapping[str, Any] | None) -> list[str]:
@@ -388,7 +388,7 @@ class RestoredState:
 
 
 def _won(lines: list[str]) -> list[str]:
-    return [f"{line}: the run's own state wins" for line in lines]
+    return [f"{line}: the change is undone, so that the run keeps its own value" for line in lines]
 
 
 def rewritten_in(checkpoint: Mapping[str, Any], trainer: Trainer) -> list[str]:
@@ -459,8 +459,8 @@ def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]]
     """
     now = {**sums_of_states(checkpoint), **sums_of_shards(trainer)} if saved else {}
     return [
-        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it, and the checkpoint holds "
-        f"{now.get(name, [0])[0]} of {first[0]} values; resume from an autosave, which has all, or let them keep it"
+        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it, from {first[0]} values to "
+        f"{now.get(name, [0])[0]} in the checkpoint; resume from an autosave, which is complete"
         for name, first in saved.items()
         if now.get(name) != first
     ]

@@ -110,8 +110,8 @@ class Schedulers:
         if name not in self._warned_of:
             self._warned_of.add(name)
             _log.warning(
-                "A resume from here on can't be exact: a scheduler got %s that refers to an optimizer or the module. "
-                "Create it in configure_optimizers, and hold several of a class in a list, not in a set.",
+                "A resume from now on can't be exact: a scheduler got %s that refers to an optimizer or the module. "
+                "Create it in configure_optimizers, and keep several objects of one class in a list, not in a set.",
                 name,
             )
         return name

@@ -243,7 +243,7 @@ class Beginning:
         aside = found.series.set_aside("another-evaluation")
         found.run.start_again(found.number, fingerprint.state_dict())
         if aside is not None:
-            tell(f"This {self._search.function} starts over: {'; '.join(lines)}. Its autosaves are in {aside}.")
+            tell(f"This {self._search.function} starts over: {'; '.join(lines)}. Its autosaves are now in {aside}.")
 
     def connect(self) -> Ranks:
         """Connect the ranks, and send rank 0's choice to the others; a collective.

@@ -264,13 +264,13 @@ class ChangedSettings:
         """
         self.apply_window()
         if saved is None:
-            return ["optimizers and schedulers: as they were saved. The autosave does not say how they were created"]
+            return ["optimizers and schedulers: as they were saved, because the autosave lacks their first settings"]
         for kind in ("optimizers", "schedulers"):
             then, now = ([one["class"] for one in each[kind]] for each in (saved, self._created))
             if then != now:
                 raise BranchError(
-                    f"A branch must have the {kind} of its parent: {', '.join(then) or 'none'} when it was saved, "
-                    f"{', '.join(now) or 'none'} now. Their state can't be used by others."
+                    f"A branch must have the same {kind} as its parent: {', '.join(then) or 'none'} when it was saved, "
+                    f"{', '.join(now) or 'none'} now. The saved state fits no others."
                 )
         lines: list[str] = []
         for number, optimizer in enumerate(self._trainer.optimizers):
@@ -287,7 +287,7 @@ class ChangedSettings:
         created = self._created["optimizers"][number]["groups"]
         if len(saved) != len(created):
             raise BranchError(
-                f"A branch must have the parameter groups of its parent: {len(saved)} when it was saved, "
+                f"A branch must have as many parameter groups as its parent: {len(saved)} when it was saved, "
                 f"{len(created)} now."
             )
         for index, (then, now) in enumerate(zip(saved, created, strict=True)):
@@ -303,8 +303,8 @@ class ChangedSettings:
                     group[name] = self._groups[number][index][name]
                 else:
                     raise BranchError(
-                        f"{place}.{name} was created as {before!r}, and is {after!r} now. It can't take effect on a "
-                        f"branch, because training or a scheduler has set it to {_plain(group.get(name))!r}."
+                        f"{place}.{name} began as {before!r}, and is {after!r} now. A branch can't change it, because "
+                        f"training or a scheduler has set it to {_plain(group.get(name))!r}. Keep {before!r}."
                     )
                 yield f"{place}.{name}: {before!r} when it was saved, {after!r} now"
 
@@ -318,11 +318,11 @@ class ChangedSettings:
         for scheduler in schedulers:
             if type(scheduler) not in _IN_PROPORTION or vars(scheduler).get(_ETA_MIN):
                 raise BranchError(
-                    f"The learning rate was {before!r}, and is {after!r} now. It can't be changed on a branch under "
-                    f"{_name(scheduler)}: the rates of its schedule are not in proportion to it."
+                    f"The learning rate was {before!r}, and is {after!r} now. A branch can't change it under "
+                    f"{_name(scheduler)}, whose rates are not in proportion to it. Keep {before!r}."
                 )
         if not before:
-            raise BranchError(f"The learning rate was {before!r}, and is {after!r} now: there is no proportion.")
+            raise BranchError(f"The learning rate was {before!r}, and is {after!r} now. A branch can't scale it.")
         is_first = not schedulers and _plain(group[_RATE]) == before
         group[_RATE] = after if is_first else group[_RATE] * (after / before)
         if _BASE in group:
@@ -338,7 +338,7 @@ class ChangedSettings:
         created = self._created["schedulers"][number]
         if saved.get(_CHILDREN) != created.get(_CHILDREN):
             raise BranchError(
-                f"The schedulers inside {_name(scheduler)} have other arguments now. They have no effect on a branch."
+                f"The schedulers inside {_name(scheduler)} have other arguments now. A branch must keep the old ones."
             )
         then, now = saved["arguments"], created["arguments"]
         for name in dict.fromkeys((*then, *now)):
@@ -351,7 +351,7 @@ class ChangedSettings:
                 setattr(scheduler, name, self._arguments[number][name])
                 yield text
             elif type(scheduler).__module__.startswith("torch."):
-                raise BranchError(f"{text}. It can't take effect on a branch: keep it as it was.")
+                raise BranchError(f"{text}. A branch can't change it. Keep {before!r}.")
             else:  # it may be how far a user's own scheduler is
                 yield f"{text}, without effect: the scheduler is restored as it was saved"
 

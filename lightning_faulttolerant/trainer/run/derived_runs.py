@@ -165,7 +165,7 @@ class Branch:
         kept = [path for path in found if is_kept(name_of(path))]
         if not found:
             what = f"step {self._source}" if self._source.isdecimal() else f"batch {batch} of epoch {epoch}"
-            where = "this command has no run" if self._parent is None else f"none is kept in {self._parent}"
+            where = "no run of this command was found" if self._parent is None else f"none is kept in {self._parent}"
             raise BranchError(f"There is no autosave of {what}: {where}. {self._instead(candidates)}")
         return (kept or found)[-1]
 
@@ -178,7 +178,7 @@ class Branch:
         if not candidates:
             return (
                 "If the run was started by another command, name the path of an autosave, as `lightning-faulttolerant"
-                " list` shows it. FlightRecorder(keep_every=...) keeps some."
+                " list` shows it. FlightRecorder(keep_every=...) keeps autosaves for branches."
             )
         named = [f"{_step_of(path)} ({':'.join(map(str, _epoch_and_batch(path)))})" for path in candidates]
         more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
@@ -312,8 +312,8 @@ class ReplayedRun:
         reason = str(ends[-1]["reason"]) if ends else "no end"
         if not ends or reason == FINISHED or reason.startswith(STOPPED):
             raise ReplayError(
-                f"The history of the run in {self._directory} shows no exception in fit {self._number}, but"
-                f" {reason}. There is none to replay. Name a step instead: --until STEP."
+                f"Fit {self._number} of the run in {self._directory} did not end with an exception: its history says"
+                f" {reason!r}. Name the step to replay instead: --until STEP."
             )
         return str(ends[-1]["text"]), StepPlace(epoch=ends[-1]["epoch"], batch=ends[-1]["batch"])
 
@@ -331,7 +331,7 @@ def _read(path: str, limits: Sequence[StepPlace]) -> tuple[str, dict[str, object
     except UnsafeCheckpointError:  # the older ones would hold the object, too
         raise
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:  # nothing is renamed: the files are the run's
-        _log.warning("%s can't be used: %s The replay passes it over.", path, error)
+        _log.warning("The replay skips %s, which can't be used: %s", path, error)
         return None
 
 

@@ -334,9 +334,9 @@ class Autosaver:
     ) -> None:
         is_first = self.pace.is_first
         if is_first and self._options.async_save:
-            tell("async_save=True: training waits for the autosaves of a strategy that shards.")
+            tell("async_save=True has no effect with a strategy that shards: training waits for its autosaves.")
         if is_first and self._options.incremental:
-            tell("incremental=True has no effect on the autosaves of a strategy that shards: they are written whole.")
+            tell("incremental=True has no effect with a strategy that shards: its autosaves are written whole.")
         by_first(self._ranks, "check", self._series, lambda series: self._check(series, without_shards(checkpoint)))
         keep = self.pace.kept_steps.keeps(position)
         flush = self._run_state.files.flush

@@ -179,7 +179,7 @@ class HookSaves:
         """
         save = self._made(hook, saver, capture)
         if hook == "on_exception" and self._trainer.world_size > 1:
-            lost = "an exception ended this rank, and the states of the others are not in it"
+            lost = "an exception ended this rank, and the checkpoint lacks the states of the other ranks"
             save = replace(save, inexact=(*save.inexact, lost), is_of_one_rank=True)
         if save.inexact and hook not in self._warned_of:
             self._warned_of.add(hook)
@@ -211,10 +211,10 @@ class HookSaves:
         inexact = []
         if not capture.is_current(self._trainer):
             self.wants_captures = True
-            inexact.append(f"parameters have changed since {capture.position}, the last state before {hook or 'it'}")
+            inexact.append(f"parameters have changed since the other state was captured, {capture.position}")
         if overrides_save_hook(self._trainer):
             adds = "what on_save_checkpoint, or the data module's state_dict, adds"
-            inexact.append(f"{adds} comes from {hook or 'the call'}, the rest from {capture.position}")
+            inexact.append(f"{adds} is of a later time than the other state, which was captured {capture.position}")
         kept = capture.position
         position = replace(kept, hook=hook or "a call")
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())

@@ -195,7 +195,7 @@ def set_value(trainer: Trainer, key: str, text: str) -> None:
         "trainer": trainer,
     }
     if first not in roots or not names:
-        raise ReplayError(f"--set {key}: a key begins with {', '.join(roots)}, and a dot, such as model.hparams.size.")
+        raise ReplayError(f"--set {key}: a key, such as model.hparams.size, begins with one of {', '.join(roots)}.")
     owner, value = None, roots[first]
     for number, name in enumerate(names):
         owner = value

@@ -172,13 +172,13 @@ class SkippedBatches:
         if not trained or self._steps_after(epoch, trained[-1]):
             return
         lost = (
-            f"--skip: {skips_in_words(place)} ends a window of accumulated gradients, and the gradients of "
-            "the window wait for it: when its earlier batches were trained, nobody knew that it ends without this one"
+            f"--skip: {skips_in_words(place)} ends a window of accumulated gradients. Without it, no optimizer step "
+            "uses the gradients of the window's earlier batches, which were trained before --skip named it"
         )
         if self._loaders.exactness.strict:
             raise NotExactError(
-                f"{lost}. Leave out all batches of the window, from an autosave before it, or give the loader a length;"
-                " or pass FaultTolerance(strict=False) to lose these gradients."
+                f"{lost}. Leave out all batches of the window, starting from an autosave before it, or give the loader "
+                "a length, or pass FaultTolerance(strict=False) to lose these gradients."
             )
         _log.warning("%s. These gradients are lost, because strict is off.", lost)
 
@@ -213,7 +213,7 @@ class SkippedBatches:
     def end(self) -> None:
         """Warn of batches that never came. Call it when the fit has finished."""
         if self._coming:
-            _log.warning("--skip names %s, which never came. Nothing was left out there.", _listed(self._coming))
+            _log.warning("--skip names %s, which the run never reached.", _listed(self._coming))
 
 
 def _listed(skips: Iterable[Skip]) -> str:

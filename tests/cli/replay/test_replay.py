@@ -227,7 +227,7 @@ def test_without_an_exception_there_is_none_to_replay(finished: Path) -> None:
     before = content(finished)
     found = replay(finished, "--at-exception")
     assert found.exit_code == 2
-    assert "shows no exception in fit 1, but finished" in found.output
+    assert "did not end with an exception: its history says 'finished'" in found.output
     assert content(finished) == before
 
 

@@ -76,7 +76,7 @@ def test_report_lists_what_was_put_back(tmp_path: Path) -> None:
 
     output = again(tmp_path, make, show=lambda: f"test set: {sorted(tests[0].indices)}")
     assert "Resumed exactly" in output
-    drawn = re.findall(r"note      (.*): as the first start drew it", output)
+    drawn = re.findall(r"note      (.*): restored to what the first start drew", output)
     lists = [f"{place}/0.dataset.dataset.{name}" for place in ("train", "validation") for name in ("names", "labels")]
     assert sorted(drawn) == sorted(["train/0.dataset", "validation/0.dataset", "main()._held[0]", *lists])
     first, second = (tmp_path / "tests.txt").read_text().splitlines()
@@ -156,7 +156,7 @@ HIDDEN: list[Any] = []
         (of(OtherNames), r"train/0\.dataset\.names: '\[20\] crc \w{8}' when it was saved, '\[20\] crc \w{8}' now"),
         (of(OtherLabels), r"train/0\.dataset\.names: '\[20\] crc"),
         (of(OtherNumbers), r"train/0\.dataset\.numbers: '\[20\] crc[\s\S]*train/0\.dataset\.mapping: '\[20\] crc"),
-        (of(WithMean), r"train/0\.dataset\.mean: .*; it may come from what was drawn"),
+        (of(WithMean), r"train/0\.dataset\.mean: .*; it may depend on values that were drawn without a seed"),
         (part_without_the_rest, r"train/0\.dataset: .*; not all parts of its split are known"),
         (part_whose_test_set_comes_later, r"train/0\.dataset: .*; not all parts of its split are known"),
         (two_parts_of_one_size, r"train/0\.dataset: .*of the same size that can't be told apart"),
@@ -181,7 +181,7 @@ def test_late_loader_is_put_back_or_refused(tmp_path: Path) -> None:
         return lambda: loaders_of(Names(NUM_TRAIN), kind(NUM_VALIDATION))
 
     output = again(tmp_path / "shuffled", make(Shuffled), kill=12, **LATE)
-    assert "After the resume, validation/0.dataset.names: as the first start drew it" in output
+    assert "After the resume, validation/0.dataset.names: restored to what the first start drew" in output
     output = again(tmp_path / "strict", make(OtherLabels), kill=12, **LATE)
     line = r"validation/0\.dataset\.names: '\[8\] crc \w{8}' when it was saved, '\[8\] crc \w{8}' now"
     assert re.search(rf"FingerprintMismatchError: [\s\S]*- {line}", output)
@@ -226,7 +226,8 @@ def test_number_of_the_module_is_refused(tmp_path: Path) -> None:
         return Weighted(1.0 + start)
 
     output = again(tmp_path / "drawn", of(Shuffled), module=module)
-    assert "- module.weight: 'float 1.0' when it was saved, 'float 2.0' now; it may come from what was drawn" in output
+    line = "- module.weight: 'float 1.0' when it was saved, 'float 2.0' now; it may depend on values that were drawn"
+    assert f"{line} without a seed" in output
     assert "Resumed exactly" in again(tmp_path / "same", of(Names), module=module)
 
 
@@ -239,7 +240,7 @@ def test_data_may_lie_elsewhere(tmp_path: Path) -> None:
 
     output = again(tmp_path, of(Moved))
     assert "Resumed exactly" in output
-    assert "train/0.dataset.names: as the first start drew it" in output
+    assert "train/0.dataset.names: restored to what the first start drew" in output
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_late_loader(is_shared: bool, reloads: int, expected: str) -> None:
     drawn.note({"validation/0.dataset": late}, of_loader=True)
     assert late.names == list(expected)
     is_put_back = expected == "cab"
-    notes = ["validation/0.dataset.names: as the first start drew it"] if is_put_back else []
+    notes = ["validation/0.dataset.names: restored to what the first start drew"] if is_put_back else []
     assert [note for outcome in outcomes for note in outcome.notes] == notes
     drawn.note({"validation/0.dataset": SimpleNamespace(names=list("bac"))}, of_loader=True)
     assert len([note for outcome in outcomes for note in outcome.notes]) == len(notes)

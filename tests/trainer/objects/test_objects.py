@@ -315,7 +315,7 @@ class Iterates(Net):
 
 def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
     """Such a loader can't be followed: an error before the first batch, or without strict a line of the report."""
-    reason = r"The iterator module\.more can't be resumed exactly: it belongs to a loader that is not followed"
+    reason = r"The iterator module\.more can't be resumed exactly: the position of its loader is not saved"
     with pytest.raises(NotExactError, match=reason):
         fit(tmp_path, Iterates(), [FaultTolerance(tmp_path / "strict")])
     path = save(tmp_path, Iterates(), FaultTolerance(tmp_path / "first", strict=False))

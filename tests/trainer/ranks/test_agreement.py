@@ -183,7 +183,7 @@ def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -
     for _ in range(5):
         member.at_boundary()
     member.hear({"at": 2, "wish": SAVE})
-    with pytest.raises(RanksLostError, match="all ranks had to save at boundary 2, but this rank is at 5"):
+    with pytest.raises(RanksLostError, match="the ranks agreed to save at boundary 2, but this rank is already at 5"):
         member.at_boundary()
 
 

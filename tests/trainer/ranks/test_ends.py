@@ -274,7 +274,7 @@ def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
         ranks.send(signal.SIGTERM, 1)
         ended = ranks.wait(seconds=20)
     stopped_in_time(ended)
-    assert "There was no time left to save it" in ended[0].output
+    assert "This state is not saved: a save takes" in ended[0].output
     assert "continue before batch 6 of epoch 0" in ended[0].output
     assert_continues(tmp_path)
 

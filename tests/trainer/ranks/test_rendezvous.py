@@ -66,7 +66,9 @@ def test_rank_0_does_not_wait_for_ever(port: int) -> None:
     store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=0.1))
     with pytest.raises(dist.DistStoreError):
         agree_on_prefix(store, rank=1, num_ranks=2, timeout=SECONDS)
-    with pytest.raises(RanksLostError, match=r"Only 1 of 2 ranks have come to torchrun's store within 0\.1 seconds\."):
+    with pytest.raises(
+        RanksLostError, match=r"Only 1 of 2 ranks have connected to torchrun's store within 0\.1 seconds\."
+    ):
         agree_on_prefix(store, rank=0, num_ranks=2, timeout=timedelta(seconds=0.1))
 
 

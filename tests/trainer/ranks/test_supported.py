@@ -65,7 +65,7 @@ def test_unknown_strategy_is_refused() -> None:
     """A class that derives from none of the known strategies must be refused by name."""
     unknown = type("Unknown", (Strategy,), {"__abstractmethods__": frozenset()})
     unknown.__abstractmethods__ = frozenset()
-    with pytest.raises(UnsupportedTrainerError, match=r"does not know the strategy .*Unknown, which derives from none"):
+    with pytest.raises(UnsupportedTrainerError, match=r"does not support the strategy .*Unknown: it derives from none"):
         check_strategy(made(unknown))
 
 

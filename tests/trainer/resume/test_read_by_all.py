@@ -54,7 +54,9 @@ def test_another_file_of_that_name_is_an_error(tmp_path: Path) -> None:
     for rank in range(2):
         save(tmp_path / str(rank) / NAME, rank)
     for answer in read(tmp_path):
-        assert answer.startswith(f"CheckpointError: {NAME} can't be read by all ranks. rank 1: it has another file")
+        assert answer.startswith(
+            f"CheckpointError: {NAME} can't be read by all ranks. rank 1: its file of this name differs"
+        )
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

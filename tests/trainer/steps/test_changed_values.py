@@ -64,8 +64,8 @@ def test_a_value_is_set(trainer: Any, key: str, text: str, read: Any, value: obj
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("net.layers", "a key begins with model, datamodule, optimizers, trainer, and a dot"),
-        ("model", "a key begins with"),
+        ("net.layers", "a key, such as model.hparams.size, begins with one of model, datamodule, optimizers, trainer."),
+        ("model", "begins with one of"),
         ("model.layer.1.p", "model, a SizedNet, has no layer."),
         ("model.layers.1.q", "model.layers.1, a Dropout, has no q."),
         ("model.weights.second", "model.weights, a dict, has no second."),
