@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.cli.histories import find_runs
+from lightning_faulttolerant.cli.found import find_checkpoints
+from lightning_faulttolerant.cli.histories import runs_of
 from lightning_faulttolerant.records.history import FILE_NAME, Chapter, RunHistory
 from lightning_faulttolerant.records.lines import read_lines
 
 
 def history_of(directory: Path | str) -> RunHistory:
     """Return the history of the only run below a directory."""
-    [found] = find_runs(str(directory))
+    [found] = runs_of(find_checkpoints(str(directory)))
     return found.history
 
 

@@ -1,4 +1,4 @@
-"""Find the checkpoints below a directory or URL, recognize our autosaves by their names, and read our part of them.
+"""Find the checkpoints and runs that a person means, recognize our autosaves by their names, and read our part of them.
 
 Our part of a described checkpoint may hold anything: values of the wrong form count as missing.
 """
@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from lightning_faulttolerant.checkpoint.autosave_files import (
@@ -19,16 +19,17 @@ from lightning_faulttolerant.checkpoint.autosave_files import (
     KEPT_FOLDER,
     METADATA_NAME,
     SUPERSEDED_NAME,
+    fit_number,
     is_kept,
     sequence_of,
 )
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
-from lightning_faulttolerant.cli.text import remote_errors
+from lightning_faulttolerant.cli.text import reason_of, remote_errors
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FINISHED
+from lightning_faulttolerant.records.history import FILE_NAME
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
-from lightning_faulttolerant.records.runs import RegisteredRun, Registry, registry_at
-from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store
+from lightning_faulttolerant.records.runs import Registry, registry_at
+from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
 
 KEY = "lightning_faulttolerant"
 
@@ -79,58 +80,6 @@ def part_of(content: object) -> Mapping[object, object] | None:
     return part if isinstance(part, Mapping) else None
 
 
-def step_of(content: object) -> int | None:
-    """Return the number of optimizer steps.
-
-    Args:
-        content: The described checkpoint.
-    """
-    step = whole_number(mapping(part_of(content), "position").get("global_step"))
-    return whole_number(mapping(content).get("global_step")) if step is None else step
-
-
-def epoch_of(content: object) -> int | None:
-    """Return the epoch of the run, from 0.
-
-    Args:
-        content: The described checkpoint.
-    """
-    epoch = whole_number(mapping(part_of(content), "position").get("epoch"))
-    return whole_number(mapping(content).get("epoch")) if epoch is None else epoch
-
-
-def batch_of(content: object) -> int | None:
-    """Return the number of consumed batches in the epoch; without our part, Lightning's count of finished batches.
-
-    Args:
-        content: The described checkpoint.
-    """
-    batch = whole_number(mapping(part_of(content), "position").get("batch"))
-    if batch is not None:
-        return batch
-    progress = mapping(content, "loops", "fit_loop", "epoch_loop.batch_progress", "current")
-    return whole_number(progress.get("completed"))
-
-
-def is_finished(content: object) -> bool:
-    """Return whether the autosave marks its fit or evaluation as finished.
-
-    Args:
-        content: The described checkpoint.
-    """
-    where = mapping(part_of(content), "position").get("where")
-    return where in (FINISHED, "after validate", "after test", "after predict")
-
-
-def world_size_of(content: object) -> int | None:
-    """Return the number of ranks of the run; None if our part does not contain it.
-
-    Args:
-        content: The described checkpoint.
-    """
-    return whole_number(mapping(part_of(content)).get("world_size"))
-
-
 AUTOSAVE = "autosave"
 SET_ASIDE = "set aside"
 SUPERSEDED = "superseded"
@@ -142,6 +91,7 @@ DIRECTORY = "directory"
 # The names that AtomicDirectory gives to directories that it renames.
 _DIRECTORY_ASIDE = re.compile(r".+_checkpoint_\d+(_force)?\.(damaged|uncommitted)(-\d+)?")
 _SUFFIX = ".ckpt"
+_SHARDED = {METADATA_NAME, ".metadata"}  # the files of a directory that Lightning's strategies save
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,13 +120,20 @@ class FoundFile:
         return f"{self.folder.rstrip('/')}/{self.name}"
 
     @property
+    def content_path(self) -> str:
+        """The file that describes it. In a directory of shards, it holds everything outside the shards."""
+        has_inner = self.is_directory and METADATA_NAME in open_store(self.path).names()
+        return f"{self.path}/{METADATA_NAME}" if has_inner else self.path
+
+    @property
     def kind(self) -> str:
         """The kind of file, judged by its name and directory."""
         match = AUTOSAVE_NAME.fullmatch(self.name)
         if match is None and self.is_directory:
             return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
         if match is None:
-            return INCIDENT if self.is_incident else CHECKPOINT
+            is_beside = _name_of(self.folder) == INCIDENTS_FOLDER or is_superseded(self.folder)
+            return INCIDENT if is_beside and step_of_incident(self.name) is not None else CHECKPOINT
         if match["damaged"]:
             return SET_ASIDE
         if is_kept(self.name) and (_name_of(self.folder) == KEPT_FOLDER or is_superseded(self.folder)):
@@ -189,15 +146,9 @@ class FoundFile:
         return AUTOSAVE_NAME.fullmatch(self.name) is not None
 
     @property
-    def is_incident(self) -> bool:
-        """Whether it is the state that the flight recorder has written for an incident."""
-        is_there = _name_of(self.folder) == INCIDENTS_FOLDER or is_superseded(self.folder)
-        return is_there and step_of_incident(self.name) is not None
-
-    @property
-    def sequence(self) -> int:
-        """The number of an autosave in its series; 0 for any other file."""
-        return sequence_of(self.name)
+    def age(self) -> tuple[float, int]:
+        """The time of the save, and the number of an autosave in its series; the larger, the newer."""
+        return self.saved_at or 0.0, sequence_of(self.name)
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -208,10 +159,21 @@ class FoundFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The files below a directory, sorted by folder and age, and the problems of reading it."""
+    """What was found below a directory.
 
-    files: list[FoundFile] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    Args:
+        path: Its path or URL.
+        files: The checkpoints, sorted by folder and age.
+        histories: The directories of the runs with a history.
+        problems: What could not be read, and why.
+        is_one: Whether it is not a directory with checkpoints, but one itself.
+    """
+
+    path: str
+    files: list[FoundFile]
+    histories: list[str]
+    problems: list[str]
+    is_one: bool
 
     def by_folder(self) -> dict[str, list[FoundFile]]:
         """Return the files of each folder."""
@@ -219,6 +181,32 @@ class Found:
         for file in self.files:
             folders.setdefault(file.folder, []).append(file)
         return folders
+
+    @property
+    def why_nothing(self) -> str:
+        """The end of a sentence that says that nothing was found."""
+        is_memory = self.path.startswith("memory://")
+        return "; only the process that writes to memory:// can read it" if is_memory else ""
+
+    def newest(self) -> FoundFile:
+        """Return the newest checkpoint that a run can continue from, or the only one that the search was for.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        files = [file for file in self.files if self.is_one or file.kind not in (SET_ASIDE, SUPERSEDED, INCIDENT)]
+        if not files:
+            more = '; "report" shows the history of the run' if self.histories else self.why_nothing
+            raise FileNotFoundError(errno.ENOENT, f"No checkpoints are there{more}", self.path)
+        return max(files, key=lambda file: file.age)
+
+    def newest_of_runs(self) -> dict[str, FoundFile]:
+        """Return the newest autosave of each run by the directory of the run, the newest run first."""
+        newest: dict[str, FoundFile] = {}
+        for file in sorted(self.files, key=lambda file: file.age, reverse=True):
+            if file.kind == AUTOSAVE:
+                newest.setdefault(real(run_directory(file.folder)), file)
+        return newest
 
 
 def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
@@ -233,26 +221,9 @@ def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
     """
     if not is_url(path):
         mode = os.stat(local_path(path)).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, 'Is a directory; "list" shows the checkpoints in it', path)
-        if not stat.S_ISREG(mode):
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise OSError(errno.EINVAL, "Not a regular file", path)
     return open_file(path, whole=whole)
-
-
-def content_path(path: str) -> str:
-    """Return the file that describes a checkpoint. In a directory of shards, it holds everything outside the shards.
-
-    Args:
-        path: Path or URL.
-    """
-    if is_url(path):
-        store = open_store(path)
-        return store.path(METADATA_NAME) if {METADATA_NAME, MANIFEST_NAME} <= {*store.listing().files} else path
-    if not os.path.isdir(local_path(path)):
-        return path
-    inner = os.path.join(local_path(path), METADATA_NAME)
-    return inner if os.path.exists(inner) else path
 
 
 def is_superseded(folder: str) -> bool:
@@ -264,41 +235,66 @@ def is_superseded(folder: str) -> bool:
     return SUPERSEDED_NAME.fullmatch(_name_of(folder)) is not None
 
 
+def run_directory(folder: str) -> str:
+    """Return the directory of the run that saves in a folder, which the run locks.
+
+    Args:
+        folder: Path or URL.
+    """
+    return folder.rstrip("/").rpartition("/")[0] if fit_number(_name_of(folder)) else folder
+
+
 def _name_of(folder: str) -> str:
     return folder.rstrip("/").rpartition("/")[2]
 
 
-def find_checkpoints(directory: str) -> Found:
-    """Find all checkpoint files below a directory. Skip hidden directories and links to directories.
+def find_checkpoints(path: str) -> Found:
+    """Find a checkpoint, or all below a directory. Skip hidden directories and links to directories.
 
     Args:
-        directory: Path or URL.
+        path: Path or URL. A history stands for the directory of its run.
 
     Raises:
-        NotADirectoryError: If it is a file.
-        FileNotFoundError: If the local directory does not exist. Object stores have no directories: the result is then
+        FileNotFoundError: If the local path does not exist. Object stores have no directories: the result is then
             empty.
         OSError: If it can't be read.
     """
+    folder, name = split_path(path)
+    if name == FILE_NAME:
+        path = folder or "."
+    histories: list[str] = []
     problems: list[str] = []
-    files = list(_remote(directory) if is_url(directory) else _local(local_path(directory), problems))
-    files.sort(key=lambda file: (_natural(file.folder), file.sequence, file.saved_at or 0.0, file.name))
-    return Found(files=files, problems=problems)
+    found = _remote(path, histories) if is_url(path) else _local(local_path(path), histories, problems)
+    files = sorted(
+        found, key=lambda file: (_natural(file.folder), sequence_of(file.name), file.saved_at or 0.0, file.name)
+    )
+    is_one = len(files) == 1 and real(files[0].path) == real(path)
+    return Found(path=path, files=files, histories=histories, problems=problems, is_one=is_one)
 
 
-def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
-    if not stat.S_ISDIR(os.stat(directory).st_mode):
-        raise NotADirectoryError(f"{directory} is a file, not a directory")
-    os.scandir(directory).close()  # raises if access is denied; os.walk would find nothing and report no error
+def real(path: str) -> str:
+    """Return the one name of a place that may have several.
+
+    Args:
+        path: Path or URL.
+    """
+    return path.rstrip("/") if is_url(path) else os.path.realpath(local_path(path))
+
+
+def _local(path: str, histories: list[str], problems: list[str]) -> Iterator[FoundFile]:
+    parent, base = os.path.split(path)
+    is_file = not stat.S_ISDIR(os.stat(path).st_mode)
+    if not is_file:
+        os.scandir(path).close()  # raises if access is denied; os.walk would find nothing and report no error
 
     def note(error: OSError) -> None:
         # A file that a continuing run has just deleted is not a problem. A broken link is one.
         if not isinstance(error, FileNotFoundError) or os.path.islink(error.filename):
             problems.append(str(error))
 
-    for folder, folders, names in os.walk(directory, onerror=note):
+    for folder, folders, names in [(parent or ".", [], [base])] if is_file else os.walk(path, onerror=note):
         is_shards = AUTOSAVE_NAME.fullmatch(os.path.basename(folder)) is not None and bool(names)
-        if MANIFEST_NAME in names or is_shards:
+        if is_shards or MANIFEST_NAME in names or {*names} >= _SHARDED:
             folders.clear()
             try:
                 yield _local_directory(folder)
@@ -306,14 +302,15 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
                 note(error)
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in filter(_is_checkpoint, names):
+        histories += [folder] if FILE_NAME in names else []
+        for name in names if is_file else filter(_is_checkpoint, names):
             path = os.path.join(folder, name)
             try:
                 status = os.stat(path)
             except OSError as error:
                 note(error)
                 continue
-            if stat.S_ISREG(status.st_mode):
+            if stat.S_ISREG(status.st_mode) or is_file:
                 yield FoundFile(
                     folder=folder,
                     name=name,
@@ -344,16 +341,15 @@ def _committed_at(folder: str) -> float:
         return os.stat(folder).st_mtime
 
 
-def _remote(url: str) -> Iterator[FoundFile]:
+def _remote(url: str, histories: list[str]) -> Iterator[FoundFile]:
     from lightning_faulttolerant.storage.file_systems import file_system
 
     with remote_errors(url):
         fs, root = file_system(url)
         fs.invalidate_cache()
         found: dict[str, dict[str, object]] = fs.find(root, detail=True)
-    if root in found:
-        raise NotADirectoryError(f"{url} is a file, not a directory")
     infos = {path.removeprefix(root.rstrip("/")).lstrip("/"): info for path, info in found.items()}
+    histories += [_split(url, path)[0] for path in infos if path.rpartition("/")[2] == FILE_NAME]
     committed = [path.removesuffix(MANIFEST_NAME) for path in infos if path.rpartition("/")[2] == MANIFEST_NAME]
     for start in committed:
         folder, name = _split(url, start)
@@ -366,7 +362,7 @@ def _remote(url: str) -> Iterator[FoundFile]:
         )
     for path, info in infos.items():
         folder, name = _split(url, path)
-        if _is_checkpoint(name) and not any(path.startswith(start) for start in committed):
+        if (not path or _is_checkpoint(name)) and not any(path.startswith(start) for start in committed):
             yield FoundFile(folder=folder, name=name, num_bytes=_size(info), saved_at=_saved_at(info))
 
 
@@ -404,42 +400,13 @@ def _natural(folder: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", folder)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnfinishedRun:
-    """A run of the registry.
-
-    Args:
-        entry: Its entry in the registry.
-        newest: Its newest autosave.
-    """
-
-    entry: RegisteredRun
-    newest: FoundFile
-
-
 def registry_here() -> Registry:
     """Return the registry of the runs started in this directory, or the one that the environment variable names."""
     return registry_at(os.getcwd())
 
 
-def unfinished_runs(registry: Registry) -> Iterator[UnfinishedRun]:
-    """Yield the runs that have autosaves. A run without its directory has none.
-
-    Args:
-        registry: The registry with the runs.
-    """
-    for entry in registry.entries():
-        try:
-            found = find_checkpoints(entry.directory).files
-            files = [file for file in found if file.is_autosave and file.kind != KEPT]
-        except (OSError, CheckpointError):
-            continue
-        if files:
-            yield UnfinishedRun(entry=entry, newest=max(files, key=lambda file: (file.saved_at or 0.0, file.sequence)))
-
-
-def meant(name: str | None) -> str:
-    """Return what a person means: this directory by nothing, a run by its name, else a path or URL by itself.
+def meant(name: str) -> str:
+    """Return the run that has a name, else a path or URL by itself.
 
     Args:
         name: What was typed.
@@ -448,40 +415,45 @@ def meant(name: str | None) -> str:
         FileNotFoundError: If there is neither a run nor a path with this name.
         CheckpointError: If several runs have this name.
     """
-    if name is None:
-        return "."
-    entries = [entry for entry in registry_here().entries() if entry.run_id == name]
-    if len(entries) > 1:
-        names = "".join(f"\n  {entry.directory}" for entry in entries)
-        raise CheckpointError(f"There are {len(entries)} runs with the id {name}. Pass the directory of one:{names}")
-    if entries:
-        return entries[0].directory
-    if is_url(name) or os.path.lexists(local_path(name)):
-        return name
-    path = os.path.abspath(os.path.join(DEFAULT_FOLDER, name))
-    if name and os.path.isdir(path):
-        return path
+    directories = [entry.directory for entry in registry_here().entries() if entry.run_id == name]
+    if not directories:
+        if is_url(name) or os.path.lexists(local_path(name)):
+            return name
+        directories = [one for one in find_checkpoints(".").histories if _name_of(one) == name]
+    if len(directories) > 1:
+        names = "".join(f"\n  {directory}" for directory in directories)
+        raise CheckpointError(
+            f"There are {len(directories)} runs with the id {name}. Pass the directory of one:{names}"
+        )
+    if directories:
+        return directories[0]
     reason = 'No such file or directory, and no run has this name; "list" shows the runs of this directory'
     raise FileNotFoundError(errno.ENOENT, reason, name)
 
 
-def checkpoint_meant(name: str | None) -> str:
-    """Return the checkpoint that a person means: the newest one, if it is a run or a directory.
+def find_meant(name: str | None) -> Found:
+    """Find what a person means: by nothing, the runs of this directory, wherever they keep their autosaves.
 
     Args:
         name: What was typed.
 
     Raises:
-        FileNotFoundError: If there is none.
-        OSError: If something can't be read.
+        OSError: If there is no such run or path, or it can't be read.
+        CheckpointError: If several runs have this name.
     """
-    path = meant(name)
-    if content_path(path) != path:
-        return path
-    try:
-        files = [file for file in find_checkpoints(path).files if file.kind not in (SET_ASIDE, SUPERSEDED, INCIDENT)]
-    except (NotADirectoryError, CheckpointError):
-        return path
-    if not files:
-        raise FileNotFoundError(errno.ENOENT, "No checkpoints are there", path)
-    return max(files, key=lambda file: (file.saved_at or 0.0, file.sequence)).path
+    if name is not None:
+        return find_checkpoints(meant(name))
+    here = find_checkpoints(".")
+    known = {real(run) for run in (*here.histories, *map(run_directory, here.by_folder()))}
+    for directory in [entry.directory for entry in registry_here().entries() if real(entry.directory) not in known]:
+        try:
+            there = find_checkpoints(directory)
+        except FileNotFoundError:  # deleted
+            continue
+        except (OSError, CheckpointError) as error:
+            here.problems.append(reason_of(error))
+            continue
+        here.files.extend(there.files)
+        here.histories.extend(there.histories)
+        here.problems.extend(there.problems)
+    return here

@@ -1,15 +1,18 @@
-"""Find the runs that have a history, in a directory or below a URL."""
+"""The runs that have a history, among what was found, or around it."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_faulttolerant.cli.text import remote_errors
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, RunHistory
+from lightning_faulttolerant.cli.found import Found
+from lightning_faulttolerant.records.history import FILE_NAME, RunHistory
 from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import count_lines, parse_lines
 from lightning_faulttolerant.storage.store import is_url, local_path, open_file, open_store, split_path
+
+_MAX_LEVELS = 3  # a checkpoint, its folder in a fit, and the fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,53 +36,36 @@ class FoundRun:
         return last.processes[-1].last_seen if last.done is None else last.done
 
 
-def find_runs(directory: str) -> list[FoundRun]:
-    """Return the runs that have a history, the most recently active first.
+def runs_of(found: Found) -> list[FoundRun]:
+    """Return the runs with a history, the most recently active first: those below a place, or the one that it is in.
 
     Args:
-        directory: Directory of a run, a ``dirpath`` with several runs, or the ``default_root_dir`` above it; or a URL
-            of one of them.
-
-    Raises:
-        FileNotFoundError: If the local directory does not exist.
-        OSError: If something can't be read.
+        found: What was found below the place.
     """
-    with remote_errors(directory):
-        if not is_url(directory):
-            os.stat(local_path(directory))
-        folder, name = split_path(directory)
-        if name == FILE_NAME or not (is_url(directory) or os.path.isdir(local_path(directory))):
-            directory = folder or "."  # of a checkpoint, the directory of its fit
-        own = _run(directory) or _run(above(directory))
-        runs = [own] if own is not None else runs_below(directory) or runs_below(_path(directory, DEFAULT_FOLDER))
-        if not runs:
-            inner = (_path(directory, name) for name in open_store(directory).listing().folders)
-            runs = [run for path in inner for run in runs_below(_path(path, DEFAULT_FOLDER))]
-    return sorted(runs, key=lambda run: run.last_seen, reverse=True)
+    runs = (_run(directory) for directory in found.histories or _above(found.path))
+    return sorted((run for run in runs if run is not None), key=lambda run: run.last_seen, reverse=True)
 
 
-def above(directory: str) -> str:
-    """Return the directory above another one.
+def runs_beside(run: FoundRun) -> list[FoundRun]:
+    """Return the runs with a history in the directory above that of a run, with the run.
 
     Args:
-        directory: Path or URL.
+        run: A run.
     """
-    return split_path(directory if is_url(directory) else os.path.abspath(local_path(directory)))[0]
+    store = open_store(next(_above(run.path)))
+    try:
+        found = [_run(store.path(name)) for name in store.listing().folders]
+    except OSError:
+        return [run]
+    return [one for one in found if one is not None]
 
 
-def runs_below(directory: str) -> list[FoundRun]:
-    """Return the runs with a history that are directly below a directory.
-
-    Args:
-        directory: Path or URL.
-    """
-    found = (_run(_path(directory, name)) for name in open_store(directory).listing().folders)
-    return [run for run in found if run is not None]
-
-
-def _path(directory: str, name: str) -> str:
-    """Return the path of a folder in the form that the user would write."""
-    return open_store(directory).path(name) if is_url(directory) else os.path.join(local_path(directory), name)
+def _above(path: str) -> Iterator[str]:
+    """Yield the directories above a place in a run, up to that of the run, and maybe more."""
+    directory = path if is_url(path) else os.path.abspath(local_path(path))
+    for _ in range(_MAX_LEVELS):
+        directory = split_path(directory)[0]
+        yield directory
 
 
 def _run(directory: str) -> FoundRun | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -18,12 +19,13 @@ from lightning_faulttolerant.checkpoint.manifest import describe_damage
 from lightning_faulttolerant.checkpoint.pickled import LongData, Made, Named, Storage, TensorInfo
 from lightning_faulttolerant.checkpoint.schema import Summary, read_state_summaries, read_summary, walk
 from lightning_faulttolerant.cli.found import (
-    checkpoint_meant,
-    content_path,
+    find_meant,
     mapping,
     open_checkpoint,
     own_mapping,
     part_of,
+    real,
+    run_directory,
     whole_number,
 )
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
@@ -242,8 +244,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         metavar="FILE",
         nargs="?",
-        help="checkpoint, run, directory, or URL; of a run or a directory, the newest checkpoint. Default: this"
-        " directory. Of a directory of shards, the part outside the shards is shown",
+        help="checkpoint, run, directory, or URL; by default the runs of this directory. Of a run or a directory, the"
+        " newest checkpoint is shown; of a directory of shards, the part outside the shards",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
 
@@ -257,16 +259,20 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    path = content_path(checkpoint_meant(arguments.file))
+    what = find_meant(arguments.file)
+    newest = what.newest()
+    others = [run for run in what.newest_of_runs() if run != real(run_directory(newest.folder))]
+    path = newest.content_path
     with remote_errors(path), open_checkpoint(path) as file:
         summary = read_summary(file, name=path)
         found = describe(summary, path=path, states=read_state_summaries(file, summary, name=path))
         found["base"] = _base(file, path)
     incident = _incident(path)
     if arguments.json:
-        print(json.dumps({**found, "incident": None if incident is None else asdict(incident)}, indent=2))
+        more = {"incident": None if incident is None else asdict(incident), "other_runs": others}
+        print(json.dumps({**found, **more}, indent=2))
     else:
-        for line in chain(_lines(found), _incident_lines(incident)):
+        for line in chain(_lines(found), _incident_lines(incident), _other_lines(others)):
             print(line)
     return 0
 
@@ -302,6 +308,14 @@ def _incident_lines(incident: Incident | None) -> Iterator[str]:
         yield ""
         yield from map(safe, incident.lines())
         yield safe(f"To see it, type: {incident.replay}")
+
+
+def _other_lines(runs: Sequence[str]) -> Iterator[str]:
+    if runs:
+        yield ""
+        yield safe(
+            f"Other runs: {', '.join(runs)}. To see one, type: lightning-faulttolerant inspect {shlex.quote(runs[0])}"
+        )
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:

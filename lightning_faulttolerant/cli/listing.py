@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_files import is_kept
 from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.cli import found, verification
-from lightning_faulttolerant.cli.found import Found, FoundFile, UnfinishedRun, registry_here, unfinished_runs
-from lightning_faulttolerant.cli.histories import FoundRun, find_runs
+from lightning_faulttolerant.cli.found import Found, FoundFile, mapping, part_of, real, registry_here, whole_number
+from lightning_faulttolerant.cli.histories import FoundRun, runs_of
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
-from lightning_faulttolerant.storage.store import split_path
+from lightning_faulttolerant.records.history import FINISHED
+from lightning_faulttolerant.records.runs import RegisteredRun
 
 DESCRIPTION = """\
 Without DIR, list the runs that were started in this directory (or those of the registry that
@@ -25,7 +30,8 @@ continues it; and those below this directory that have finished.
 
 With DIR, list the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other
 .ckpt files, such as those of ModelCheckpoint. DIR may be the name of a run, the dirpath of FaultTolerance, the
-directory of a run or a fit, any other directory, a checkpoint, or a URL (s3://bucket/run).
+directory of a run or a fit, any other directory, a checkpoint, or a URL (s3://bucket/run). Then come the runs there
+that have finished.
 
 Each file is read completely and verified by its checksums. --no-verify reads only what the table shows.
 """
@@ -115,77 +121,86 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.directory is None:
         return _list_runs(as_json=arguments.json)
-    path = found.meant(arguments.directory)
-    try:
-        what = found.find_checkpoints(path)
-    except NotADirectoryError:  # one checkpoint
-        folder, name = split_path(path)
-        what = Found(files=[file for file in found.find_checkpoints(folder or ".").files if file.name == name])
+    what = found.find_meant(arguments.directory)
     folders = {}
     for folder, files in what.by_folder().items():
         of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
         # A run that continues in the meantime deletes its old autosaves.
         folders[folder] = [row for row in of_folder if row.verdict.word != verification.MISSING]
     rows = [row for of_folder in folders.values() for row in of_folder]
+    finished = _finished(what)
     if arguments.json:
-        print(json.dumps({"checkpoints": [row.as_json() for row in rows], "problems": what.problems}, indent=2))
+        lists = {"checkpoints": [row.as_json() for row in rows], "runs": [*map(_finished_as_json, finished)]}
+        print(json.dumps({**lists, "problems": what.problems}, indent=2))
     else:
         _print_tables(folders)
+        for done in finished:
+            _print_finished(done, typed=done.path)
     for problem in what.problems:
         print(safe(problem), file=sys.stderr)
     if what.problems or any(row.verdict.word == verification.UNREADABLE for row in rows):
         return 2
-    if not rows:
-        print(f"No checkpoints were found below {safe(arguments.directory)}.", file=sys.stderr)
-    return 0 if rows else 1
+    if not rows and not finished:
+        print(safe(f"No checkpoints were found below {what.path}{what.why_nothing}."), file=sys.stderr)
+    return 0 if rows or finished else 1
+
+
+def _finished(what: Found) -> list[FoundRun]:
+    return [one for one in runs_of(what) if one.history.chapters[-1].done is not None]
 
 
 def _list_runs(*, as_json: bool) -> int:
     registry = registry_here()
-    runs = list(unfinished_runs(registry))
-    names = {one.entry.run_id for one in runs}
-    ended = [one for one in find_runs(".") if one.history.chapters[-1].done is not None]
-    finished = [one for one in ended if one.run_id not in names]
+    what = found.find_meant(None)
+    newest_of = what.newest_of_runs()
+    places = ((real(entry.directory), entry) for entry in registry.entries())
+    runs = {place: (entry, newest_of[place]) for place, entry in places if place in newest_of}
+    finished = [one for one in _finished(what) if real(one.path) not in runs]
     if as_json:
-        print(json.dumps({"runs": [*map(_run_as_json, runs), *map(_finished_as_json, finished)]}, indent=2))
-    for one in () if as_json else runs:
-        print(safe(one.entry.run_id))
-        print(f"  saved       {moment_text(one.newest.saved_at)}, {_place(one)}")
-        print(f"  autosaves   {safe(one.entry.directory)}")
-        print(f"  continue    {safe(one.entry.command.line(here=os.getcwd()))}")
-        print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
+        lists = [*starmap(_run_as_json, runs.values()), *map(_finished_as_json, finished)]
+        print(json.dumps({"runs": lists}, indent=2))
+    for entry, newest in () if as_json else runs.values():
+        print(safe(entry.run_id))
+        print(f"  saved       {moment_text(newest.saved_at)}, {_place(newest)}")
+        print(f"  autosaves   {safe(entry.directory)}")
+        print(f"  continue    {safe(entry.command.line(here=os.getcwd()))}")
+        print(f"  start over  lightning-faulttolerant discard {safe(entry.run_id)}")
     for done in () if as_json else finished:
-        print(safe(done.run_id))
-        print(f"  finished    {moment_text(done.last_seen)}")
-        print(f"  report      lightning-faulttolerant report {safe(done.run_id)}")
+        _print_finished(done, typed=done.run_id)
     if not runs and not finished:
         print(f"No runs were found, neither in {safe(registry.directory)} nor below this directory.", file=sys.stderr)
     return 0 if runs or finished else 1
 
 
+def _print_finished(one: FoundRun, *, typed: str) -> None:
+    print(safe(one.run_id))
+    print(f"  finished    {moment_text(one.last_seen)}")
+    print(f"  report      lightning-faulttolerant report {safe(shlex.quote(typed))}")
+
+
 def _finished_as_json(one: FoundRun) -> dict[str, object]:
-    directory = os.path.abspath(one.path)
-    return {"run_id": one.run_id, "directory": directory, "saved_at": moment_json(one.last_seen), "is_finished": True}
+    directory, saved_at = real(one.path), moment_json(one.last_seen)
+    return {"run_id": one.run_id, "directory": directory, "saved_at": saved_at, "is_finished": True}
 
 
-def _place(one: UnfinishedRun) -> str:
-    if found.is_finished(_content(one.newest)[0]):
-        return f"{one.newest.folder.rpartition('/')[2]} is finished"
-    epoch, batch = one.newest.place or ("-", "-")
+def _place(newest: FoundFile) -> str:
+    if _is_finished(_content(newest)[0]):
+        return f"{newest.folder.rpartition('/')[2]} is finished"
+    epoch, batch = newest.place or ("-", "-")
     return f"epoch {epoch}, batch {batch}"
 
 
-def _run_as_json(one: UnfinishedRun) -> dict[str, object]:
-    place = one.newest.place or (None, None)
+def _run_as_json(entry: RegisteredRun, newest: FoundFile) -> dict[str, object]:
+    place = newest.place or (None, None)
     return {
-        "run_id": one.entry.run_id,
-        "directory": one.entry.directory,
-        "command": list(one.entry.command.words),
-        "started_in": one.entry.command.directory,
-        "saved_at": moment_json(one.newest.saved_at),
+        "run_id": entry.run_id,
+        "directory": entry.directory,
+        "command": list(entry.command.words),
+        "started_in": entry.command.directory,
+        "saved_at": moment_json(newest.saved_at),
         "epoch": place[0],
         "batch": place[1],
-        "is_finished": found.is_finished(_content(one.newest)[0]),
+        "is_finished": _is_finished(_content(newest)[0]),
     }
 
 
@@ -205,42 +220,45 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
     content, problem = (None, None) if file.kind == found.DIRECTORY else _content(file)
     if file.kind == found.SET_ASIDE:
         checked = CheckpointVerdict(word=verification.DAMAGED, reason="it was set aside when a run was resumed")
-    elif problem is not None and problem.word in (verification.UNREADABLE, verification.MISSING):
-        checked = problem
     elif verify:
         checked = verification.verdict_of(file.path)
     else:
         checked = problem or CheckpointVerdict(word=verification.NOT_VERIFIED)
-    epoch, batch = found.epoch_of(content), found.batch_of(content)
+    batches = mapping(content, "loops", "fit_loop", "epoch_loop.batch_progress", "current")
+    epoch, batch = _number(content, "epoch", mapping(content)), _number(content, "batch", batches, "completed")
     if file.place is not None and epoch is None:
         epoch, batch = file.place
     return _Row(
         file=file,
-        step=found.step_of(content),
+        step=_number(content, "global_step", mapping(content)),
         epoch=epoch,
         batch=batch,
-        world_size=found.world_size_of(content),
-        is_finished=found.is_finished(content),
+        world_size=whole_number(mapping(part_of(content)).get("world_size")),
+        is_finished=_is_finished(content),
         verdict=checked,
     )
+
+
+def _number(content: object, name: str, lightning: Mapping[Any, Any], lightning_name: str = "") -> int | None:
+    """Return a number of our part; without our part, Lightning's number."""
+    number = whole_number(mapping(part_of(content), "position").get(name))
+    return whole_number(lightning.get(lightning_name or name)) if number is None else number
+
+
+def _is_finished(content: object) -> bool:
+    where = mapping(part_of(content), "position").get("where")
+    return where in (FINISHED, "after validate", "after test", "after predict")
 
 
 def _content(file: FoundFile) -> tuple[object, CheckpointVerdict | None]:
     """Return the contents of a checkpoint, or the reason why they are unknown."""
     try:
-        with remote_errors(file.path):
-            path = found.content_path(file.path) if file.is_directory else file.path
-            opened = found.open_checkpoint(path)
-        with remote_errors(path), opened:
+        with remote_errors(file.path), found.open_checkpoint(file.content_path) as opened:
             return read_summary(opened, name=file.name).content, None
-    except FileNotFoundError:
-        return None, CheckpointVerdict(word=verification.MISSING)
-    except DamagedCheckpointError as error:
-        return None, CheckpointVerdict(word=verification.DAMAGED, reason=reason_of(error))
+    except (OSError, DamagedCheckpointError) as error:
+        return None, verification.verdict_of_error(error)
     except FaultToleranceError as error:
         return None, CheckpointVerdict(word=verification.NOT_VERIFIED, reason=reason_of(error))
-    except OSError as error:
-        return None, CheckpointVerdict(word=verification.UNREADABLE, reason=reason_of(error))
 
 
 def _cell(number: int | None) -> str:

@@ -9,16 +9,17 @@ import sys
 from dataclasses import dataclass, field
 
 from lightning_faulttolerant.checkpoint import autosave_files
-from lightning_faulttolerant.checkpoint.autosave_files import fit_number, is_kept, remove_unused, unused_bases
+from lightning_faulttolerant.checkpoint.autosave_files import is_kept, remove_unused, unused_bases
 from lightning_faulttolerant.cli import found, verification
-from lightning_faulttolerant.cli.text import at_least_1, reason_of, safe, size_text
+from lightning_faulttolerant.cli.found import real, run_directory
+from lightning_faulttolerant.cli.text import at_least_1, plural, reason_of, safe, size_text
 from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
 from lightning_faulttolerant.storage.lock import open_lock
-from lightning_faulttolerant.storage.store import is_url, local_path, open_store
+from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\
-Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. Only files with the names of
-autosaves are deleted: no file of ModelCheckpoint, no file that you have put there, no link.
+Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. A checkpoint stands for its fit.
+Only files with the names of autosaves are deleted: no file of ModelCheckpoint, no file of yours, no link.
 
 The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
 autosave refers to them.
@@ -50,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default this directory")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="run, directory, checkpoint, or URL; by default the runs of this directory",
+    )
     parser.add_argument("--keep-last", metavar="N", type=at_least_1, required=True, help="how many to keep, at least 1")
     parser.add_argument("--damaged", action="store_true", help="delete autosaves that don't verify too")
     parser.add_argument("--superseded", action="store_true", help="delete autosaves of superseded runs too")
@@ -66,27 +72,23 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = found.meant(arguments.directory)  # an empty variable does not mean the current directory
-    if not is_url(directory):
-        path = os.path.abspath(local_path(directory))
-        directory = os.path.dirname(path) if os.path.isfile(path) else path
     status, freed, number = 0, 0, 0
-    what = found.find_checkpoints(directory)
+    what = found.find_meant(arguments.directory)  # an empty variable does not mean the current directory
     for problem in what.problems:
         print(safe(problem), file=sys.stderr)
         status = 2
-    for run_directory in dict.fromkeys(_run_directory(folder) for folder in _series(what)):
+    asked_for = real(what.files[0].folder if what.is_one else what.path)  # a checkpoint stands for its folder
+    runs = dict.fromkeys(map(run_directory, _series(what)))
+    for run in runs:
+        place = asked_for if asked_for.startswith(f"{run}/") else run
         try:
-            if arguments.dry_run:
-                plans = _plans(what, run_directory, arguments)
-            else:
-                plans = _prune(directory, run_directory, arguments)
+            plans = _plans(place, run, arguments) if arguments.dry_run else _prune(place, run, arguments)
         except RunInUseError as error:
             print(safe(reason_of(error)), file=sys.stderr)
             status = max(status, 1)
             continue
         except (OSError, FaultToleranceError) as error:  # the other runs are still pruned
-            print(safe(f"{run_directory}: not pruned to the end: {reason_of(error)}"), file=sys.stderr)
+            print(safe(f"{run}: not pruned to the end: {reason_of(error)}"), file=sys.stderr)
             status = 2
             continue
         for folder, plan in plans.items():
@@ -94,17 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
             status = 2 if plan.unreadable else status
             number += len(plan.deleted)
             freed += sum(file.num_bytes for file in plan.deleted) + sum(plan.bases.values())
+    if not runs:
+        print(safe(f"No autosaves were found below {what.path}{what.why_nothing}."), file=sys.stderr)
     would = "would be deleted" if arguments.dry_run else "deleted"
-    print(f"{number} autosave{'' if number == 1 else 's'} {would}, {size_text(freed)}")
+    print(f"{plural(number, 'autosave')} {would}, {size_text(freed)}")
     return status
 
 
-def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
-    lock = open_lock(run_directory)
+def _prune(place: str, run: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
+    lock = open_lock(run)
     lock.acquire()
     try:
-        # Search again: a run may have continued here before the lock was acquired.
-        plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
+        plans = _plans(place, run, arguments)  # searched only now: a run may have continued before it was locked
         for folder, plan in plans.items():
             for file in plan.deleted:
                 lock.check()
@@ -120,12 +123,9 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
     return plans
 
 
-def _plans(what: found.Found, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
-    plans = {
-        folder: _plan(files, arguments)
-        for folder, files in _series(what).items()
-        if _run_directory(folder) == run_directory
-    }
+def _plans(place: str, run: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
+    series = _series(found.find_checkpoints(place))
+    plans = {folder: _plan(files, arguments) for folder, files in series.items() if run_directory(folder) == run}
     for folder, plan in plans.items():
         plan.bases = _bases(folder, plan.deleted)
     return plans
@@ -165,25 +165,15 @@ def _series(what: found.Found) -> dict[str, list[found.FoundFile]]:
     for file in what.files:
         is_candidate = file.is_autosave and file.kind != found.KEPT
         if is_candidate and not file.is_link:
-            folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
+            folder = real(file.folder)
+            folder = folder.rpartition("/")[0] if found.is_superseded(folder) else folder
             series.setdefault(folder, []).append(file)
     return series
 
 
-def _run_directory(folder: str) -> str:
-    """Return the directory that a run locks while it writes into `folder`."""
-    name = folder.rstrip("/").rpartition("/")[2]
-    return _parent(folder) if fit_number(name) else folder
-
-
-def _parent(folder: str) -> str:
-    return folder.rstrip("/").rpartition("/")[0]
-
-
 def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None:
     verb = "would delete" if arguments.dry_run else "deleted"
-    is_relative = not is_url(folder) and not os.path.isabs(local_path(arguments.directory or ""))
-    shown = os.path.relpath(folder) if is_relative else folder
+    shown = folder.removeprefix(f"{os.getcwd()}/")
     print(f"{safe(shown)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
     for file in plan.deleted:
         print(f"  {verb} {safe(os.path.relpath(file.path, folder))}, {size_text(file.num_bytes)}")

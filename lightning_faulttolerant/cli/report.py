@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_faulttolerant.cli.found import meant
-from lightning_faulttolerant.cli.histories import FoundRun, above, find_runs, runs_below
+from lightning_faulttolerant.cli.found import find_meant
+from lightning_faulttolerant.cli.histories import FoundRun, runs_beside, runs_of
 from lightning_faulttolerant.cli.report_page import (
     again_text,
     end_text,
@@ -33,7 +33,7 @@ from lightning_faulttolerant.cli.report_page import (
     who_waited,
 )
 from lightning_faulttolerant.cli.report_pictures import KIND_NAMES, FamilyRun, parent_of, tree_lines
-from lightning_faulttolerant.cli.text import moment_text, safe, size_text, table
+from lightning_faulttolerant.cli.text import moment_text, plural, safe, size_text, table
 from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import Autosave, Chapter, FitHistory
@@ -75,14 +75,14 @@ def report_lines(report: RunReport) -> Iterator[str]:
         )
     if report.num_unread:
         yield from _wrapped(
-            f"{_count(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged. Their "
+            f"{plural(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged. Their "
             "contents are missing below."
         )
     hidden = report.num_chapters - len(report.chapters)
     for chapter in report.chapters:
         yield ""
         if report.num_chapters > 1:
-            more = f" (--all shows the {_count(hidden, 'chapter')} before it)" if hidden else ""
+            more = f" (--all shows the {plural(hidden, 'chapter')} before it)" if hidden else ""
             yield f"Chapter {chapter.number} of {report.num_chapters}{more}"
         yield from _chapter_lines(chapter, report.made, is_last=chapter.number == report.num_chapters)
 
@@ -102,7 +102,7 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     for text in texts[:_MAX_SLOW]:
         yield from _wrapped(text)
     if len(texts) > _MAX_SLOW:
-        yield f"{_count(len(texts) - _MAX_SLOW, 'more line')} about slow ranks: --json tells all."
+        yield f"{plural(len(texts) - _MAX_SLOW, 'more line')} about slow ranks: --json tells all."
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             if fit.resumed is not None and fit.resumed.not_exact:
@@ -176,7 +176,7 @@ def _evaluation(report: ChapterReport) -> Iterator[str]:
     for each in report.continued[-_MAX_CONTINUED:]:
         yield from _wrapped(f"Process {each.process + 1} {again_text(each, report.fit_of(each))}")
     if len(report.continued) > _MAX_CONTINUED:
-        yield f"Evaluation was continued {_count(len(report.continued) - _MAX_CONTINUED, 'time')} before that."
+        yield f"Evaluation was continued {plural(len(report.continued) - _MAX_CONTINUED, 'time')} before that."
 
 
 def _account(report: ChapterReport) -> Iterator[str]:
@@ -204,7 +204,7 @@ def _autosaves(chapter: Chapter) -> Iterator[str]:
     num_bytes = sum(autosave.num_bytes or 0 for autosave in autosaves)
     number = sum(autosave.number for autosave in autosaves)
     yield from _wrapped(
-        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. {who_waited(chapter.fits)} waited longest"
+        f"{plural(number, 'autosave')}, {size_text(num_bytes)} in all. {who_waited(chapter.fits)} waited longest"
         f" for {_which(*slowest)}: {short_duration(slowest[1].longest)}."
     )
 
@@ -222,10 +222,6 @@ def _which(fit: FitHistory, autosave: Autosave) -> str:
     return f"{which}{size}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _wrapped(text: str) -> list[str]:
     text = " ".join(text.split())
     return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
@@ -237,9 +233,9 @@ went: training and evaluation that counted, waiting for autosaves, restoring, re
 process. A script with several fits or evaluations has a line for each. The report names each validation run or
 evaluation that a later process continued, with the batches that ran again.
 
-DIR is the name or the directory of a run (<dirpath>/<run_id>), a checkpoint of it, a dirpath with several runs, the
-default_root_dir above it, or a URL. Of several runs, the one that was alive last is reported, and the others are
-listed. The report reads history.jsonl in the directory of the run, which stays when the run is over.
+DIR is the name or the directory of a run (<dirpath>/<run_id>), a checkpoint of it, any directory above, or a URL. Of
+several runs, the one that was alive last is reported, and the others are listed. The report reads history.jsonl in the
+directory of the run, which stays when the run is over.
 """
 EPILOG = """\
 If a run is started again after it was over, it begins a new chapter. The last chapter is shown; --all shows all of
@@ -257,7 +253,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default this directory")
+    parser.add_argument(
+        "directory", metavar="DIR", nargs="?", help="run, directory, or URL; by default the runs of this directory"
+    )
     parser.add_argument("--all", action="store_true", help="show all chapters, not only the last")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="also write it as one self-contained HTML file")
@@ -272,10 +270,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    directory = meant(arguments.directory)
-    runs = find_runs(directory)
+    what = find_meant(arguments.directory)
+    runs = runs_of(what)
     if not runs:
-        print(f"No history of a run was found in {safe(directory)}.", file=sys.stderr)
+        print(safe(f"No history of a run was found in {what.path}{what.why_nothing}."), file=sys.stderr)
         return 1
     newest, *others = runs
     report = report_of(newest.history, run_id=newest.run_id, path=newest.path, made=time.time(), is_whole=arguments.all)
@@ -294,19 +292,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _family(run: FoundRun, others: list[FoundRun]) -> dict[str, FamilyRun]:
     """Return what is known of the runs in the same place, by id."""
-    beside = others or _beside(run.path)
-    found = {one.run_id: one for one in (*beside, run)}
+    found = {one.run_id: one for one in (*(others or runs_beside(run)), run)}
     return {
         name: FamilyRun(run_id=name, parent=parent_of(one.history), reason=_reason(one)) for name, one in found.items()
     }
-
-
-def _beside(path: str) -> list[FoundRun]:
-    """Return the runs in the directory above that of a run."""
-    try:
-        return runs_below(above(path))
-    except OSError:
-        return []
 
 
 def _reason(run: FoundRun) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import errno
 import math
 import os
 import shutil
@@ -137,15 +136,6 @@ def reason_of(error: OSError | FaultToleranceError) -> str:
         return f"{where}{error.strerror}"
     text = " ".join(str(error).split())
     return text or type(error).__name__
-
-
-def is_damage(error: OSError) -> bool:
-    """Return whether the disk failed to return the bytes, for a reason other than a missing permission.
-
-    Args:
-        error: An error raised by a read.
-    """
-    return error.errno == errno.EIO
 
 
 def add_command_words(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ A checkpoint is verified by its bytes, with the progress on a terminal. Nothing 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
 from lightning_faulttolerant.checkpoint.joined_file import find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from lightning_faulttolerant.cli import found
-from lightning_faulttolerant.cli.found import FoundFile, open_checkpoint
-from lightning_faulttolerant.cli.text import is_damage, reason_of, remote_errors, safe, size_text
+from lightning_faulttolerant.cli.found import open_checkpoint
+from lightning_faulttolerant.cli.text import reason_of, remote_errors, safe, size_text
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 from lightning_faulttolerant.storage.store import is_url, local_path
 
@@ -70,12 +72,20 @@ def verdict_of(path: str) -> CheckpointVerdict:
     try:
         with remote_errors(path):
             return _verdict_of_path(path)
-    except DamagedCheckpointError as error:
-        return CheckpointVerdict(word=DAMAGED, reason=reason_of(error))
-    except OSError as error:
-        return CheckpointVerdict(word=DAMAGED if is_damage(error) else UNREADABLE, reason=reason_of(error))
-    except FaultToleranceError as error:
-        return CheckpointVerdict(word=UNREADABLE, reason=reason_of(error))
+    except (OSError, FaultToleranceError) as error:
+        return verdict_of_error(error)
+
+
+def verdict_of_error(error: OSError | FaultToleranceError) -> CheckpointVerdict:
+    """Return the verdict on a checkpoint that can't be read.
+
+    Args:
+        error: The error that reading it raised.
+    """
+    if isinstance(error, FileNotFoundError):
+        return CheckpointVerdict(word=MISSING, reason=error.strerror or reason_of(error))
+    is_damage = isinstance(error, DamagedCheckpointError) or getattr(error, "errno", None) == errno.EIO
+    return CheckpointVerdict(word=DAMAGED if is_damage else UNREADABLE, reason=reason_of(error))
 
 
 def _verdict_of_path(path: str) -> CheckpointVerdict:
@@ -95,7 +105,8 @@ def _verdict_of_directory(path: str) -> CheckpointVerdict:
         manifest = read_manifest(path)
     except (FileNotFoundError, NotADirectoryError):
         if not is_url(path) and os.path.isdir(local_path(path)):
-            return CheckpointVerdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
+            word = DAMAGED if AUTOSAVE_NAME.fullmatch(os.path.basename(path)) else NO_CHECKSUMS
+            return CheckpointVerdict(word=word, reason=f"it has no {MANIFEST_NAME}")
         return CheckpointVerdict(word=MISSING, reason="the file does not exist")
     if not manifest.is_committed:
         return CheckpointVerdict(
@@ -180,7 +191,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this command.
     """
-    parser.add_argument("paths", metavar="PATH", nargs="*", help="file, directory, run, or URL; default: .")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="*", help="file, directory, run, or URL; by default the runs of this directory"
+    )
     parser.add_argument("--quiet", action="store_true", help="print only what is not verified")
     parser.add_argument("--strict", action="store_true", help="count files without checksums as damaged")
 
@@ -195,7 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     is_bad = is_unreadable = False
-    for path, checked in _verdicts(arguments.paths or ["."]):
+    for path, checked in _verdicts(arguments.paths or [None]):
         is_bad |= checked.is_bad or (arguments.strict and checked.word == NO_CHECKSUMS)
         is_unreadable |= checked.word == UNREADABLE
         if not (arguments.quiet and checked.is_good):
@@ -205,35 +218,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 2 if is_unreadable else 0
 
 
-def _verdicts(paths: list[str]) -> Iterator[tuple[str, CheckpointVerdict]]:
-    for name in paths:
-        path = name
+def _verdicts(names: list[str | None]) -> Iterator[tuple[str, CheckpointVerdict]]:
+    for name in names:
+        path = "." if name is None else name
         try:
-            path = found.meant(name)
-            what = found.find_checkpoints(path)
-        except (FileNotFoundError, NotADirectoryError):
-            yield path, verdict_of(path)
-            continue
+            what = found.find_meant(name)
         except (OSError, FaultToleranceError) as error:
-            yield path, CheckpointVerdict(word=UNREADABLE, reason=reason_of(error))
+            yield path, verdict_of_error(error)
             continue
         for problem in what.problems:
             yield path, CheckpointVerdict(word=UNREADABLE, reason=problem)
-        if len(what.files) == 1 and _is_at(what.files[0], path):
-            yield path, verdict_of(path)
-            continue
-        files = [file for file in what.files if file.kind != found.SET_ASIDE]
+        files = [file for file in what.files if what.is_one or file.kind != found.SET_ASIDE]
         if not files and not what.problems:
-            yield path, CheckpointVerdict(word=MISSING, reason="it contains no checkpoints")
+            yield path, CheckpointVerdict(word=MISSING, reason=f"it contains no checkpoints{what.why_nothing}")
         for file in files:
             checked = verdict_of(file.path)
             # A run that continues in the meantime deletes its old autosaves and begins new directories.
-            if checked.word not in (MISSING, NOT_COMMITTED):
-                yield file.path, checked
-
-
-def _is_at(file: FoundFile, path: str) -> bool:
-    """Return whether a file found below a path is the path itself: a directory with a manifest."""
-    if is_url(path):
-        return file.is_directory and file.path == path.rstrip("/")
-    return file.is_directory and os.path.abspath(file.path) == os.path.abspath(local_path(path))
+            if what.is_one or checked.word not in (MISSING, NOT_COMMITTED):
+                yield path if what.is_one else file.path, checked

@@ -101,6 +101,19 @@ def test_superseded_ones_are_deleted_on_demand(tmp_path: Path, capsys: Capture) 
     assert f"deleted superseded-0001-another-ckpt_path{os.sep}autosave-00000001" in found.out
 
 
+def test_of_a_directory_in_a_fit_nothing_else_is_deleted(tmp_path: Path, capsys: Capture) -> None:
+    """Superseded autosaves that are named, by their directory or by one of them, are deleted alone."""
+    folder = tmp_path / "run" / "fit-1"
+    save_series(folder, 2)
+    aside = AutosaveSeries(folder).set_aside("discarded")
+    assert aside is not None
+    save_series(folder, 3)
+    for place in (aside, next(Path(aside).iterdir())):
+        found = call(capsys, "prune", place, "--keep-last", 1, "--superseded", "--dry-run")
+        assert found.lines[0] == f"{folder}: 0 kept, 2 would delete"
+        assert found.lines[-1].startswith("2 autosaves would be deleted")
+
+
 def test_autosaves_of_keep_every_in_a_superseded_run_are_never_deleted(tmp_path: Path, capsys: Capture) -> None:
     """--superseded deletes the others, and leaves the folder with the kept ones."""
     series = AutosaveSeries(tmp_path / "run" / "fit-1", keep_last=2)

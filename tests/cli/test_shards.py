@@ -11,6 +11,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.records.lines import append_line
 from tests.cli.checkpoints import call, checkpoint
 
 SHARD = "__0_0.distcp"
@@ -54,6 +55,30 @@ def test_inspected_without_the_shards(saved, capsys):
     result = call(capsys, "inspect", str(saved[0]))
     assert result.status == 0
     assert "batch 1, step 1" in result.out
+
+
+def test_one_that_lightning_has_saved_is_a_checkpoint_without_checksums(tmp_path, capsys):
+    """A directory of shards without a manifest must be found from above, and inspected."""
+    folder = tmp_path / "checkpoints" / "epoch=1.ckpt"
+    folder.mkdir(parents=True)
+    torch.save({"epoch": 1, "global_step": 7}, folder / METADATA_NAME)
+    assert call(capsys, "verify", tmp_path).status == 1
+    (folder / ".metadata").write_bytes(b"")
+    assert call(capsys, "verify", tmp_path).lines == [f"{folder}: no checksums: it has no {MANIFEST_NAME}"]
+    assert "no checksums" in call(capsys, "list", tmp_path).out
+    for place in (tmp_path, folder):
+        result = call(capsys, "inspect", place)
+        assert (result.status, result.lines[0]) == (0, str(folder / METADATA_NAME))
+
+
+@pytest.mark.parametrize("command", ["list", "report", "prune"])
+def test_one_stands_for_its_run(saved, capsys, command):
+    """A directory of shards must be found itself, and lead to its fit and its run."""
+    append_line(saved[0].parents[1] / "history.jsonl", {"event": "begin", "fit": 1, "time": 1.0})
+    more = ["--keep-last", "2"] if command == "prune" else []
+    result = call(capsys, command, str(saved[2]), *more)
+    assert result.status == 0
+    assert {"list": saved[2].name, "report": "Run run", "prune": f"deleted {saved[0].name}"}[command] in result.out
 
 
 def test_pruned_to_the_newest_that_verify(saved, tmp_path, capsys):

@@ -15,7 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.cli.histories import find_runs
+from lightning_faulttolerant.cli.found import find_checkpoints
+from lightning_faulttolerant.cli.histories import runs_of
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.history import FILE_NAME, FitHistory, RunPlace
 from lightning_faulttolerant.testing import assert_resumes_exactly
@@ -241,7 +242,7 @@ def test_deadline_is_a_reason(tmp_path: Path) -> None:
 def test_fit_of_nobody_is_not_told(tmp_path: Path) -> None:
     """``fast_dev_run`` leaves no history, as it leaves no autosave."""
     assert run(lambda: fit_net([protected()], tmp_path, fast_dev_run=True)).exit_code == 0
-    assert find_runs(str(tmp_path)) == []
+    assert runs_of(find_checkpoints(str(tmp_path))) == []
 
 
 @pytest.mark.slow
