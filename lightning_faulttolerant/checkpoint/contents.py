@@ -271,8 +271,8 @@ def _walk(root: Path) -> Iterator[Path]:
 def _check_file(root: Path, path: Path) -> None:
     if path.is_symlink() and not _is_inside(root, path):
         raise ValueError(
-            f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. Its target could change "
-            "or vanish without the checkpoint. Copy the file, or link to one in the same directory."
+            f"{path} is a link to {os.path.realpath(path)}, outside the checkpoint. That file could change or vanish, "
+            "and damage the checkpoint. Copy the file, or link to one in the same directory."
         )
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
@@ -313,7 +313,7 @@ def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[
     def compare(item: tuple[str, FileEntry]) -> str:
         name, entry = item
         if root is not None and not _is_inside(root, root / name):
-            return f"{name} leads out of the directory"
+            return f"{name} leads outside the directory"
         try:
             size_bytes, crc32 = store.size(name), entry.crc32
             if contents and size_bytes == entry.size_bytes:

@@ -360,7 +360,7 @@ class AtomicDirectory:
         is_ours = str(path.parent) == self.output_directory and self._series.suffix(path.name) is not None
         if is_ours and self._series.is_begun(path):
             return
-        state = "is already complete, or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
+        state = "is already complete, or missing" if is_ours else f"is no {self.name} in {self.output_directory}"
         raise ValueError(f"{path} {state}. Pass the path that prepare_checkpoint_directory returned, once.")
 
     def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:

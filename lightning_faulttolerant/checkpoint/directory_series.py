@@ -276,7 +276,7 @@ class DirectorySeries:
                 f"directory> {self.link}), or move the directories away to start from scratch."
             )
         if self.link.is_symlink():
-            _logger.warning("%s leads to %s, and no checkpoint is left.", self.link, os.readlink(self.link))
+            _logger.warning("%s points to %s, and no checkpoint exists.", self.link, os.readlink(self.link))
         return None
 
     def _newest_valid(self, limit: int) -> Path | None:
@@ -297,7 +297,7 @@ class DirectorySeries:
                 continue
             if verification.has_checksums:
                 if unverified is not None:
-                    _logger.warning("%s has no manifest, so it can't be verified. Taken: %s.", unverified, entry.path)
+                    _logger.warning("%s has no manifest, so it can't be verified. Used: %s.", unverified, entry.path)
                 return entry.path
             if entry.number <= limit and unverified is None:
                 unverified = entry.path
@@ -308,7 +308,7 @@ class DirectorySeries:
     def _tell_unverified(self, path: Path) -> None:
         if path not in self._told:
             self._told.add(path)
-            _logger.warning("%s has no manifest. It is taken unverified, because the link leads to it.", path)
+            _logger.warning("%s has no manifest. It is used unverified, because the link points to it.", path)
 
     def _foreign_limit(self, states: list[tuple[SeriesDirectory, State]]) -> int:
         # By the rule of cycling_utils, a directory with a number above the link's is incomplete. If the link is lost,

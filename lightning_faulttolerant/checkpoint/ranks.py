@@ -186,9 +186,9 @@ class RankGroup:
             raise self._lost(f"the ranks are out of step: {places}")
 
     def _silence(self, step: str, error: RuntimeError) -> RanksLostError:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].removesuffix(".")
         return self._lost(
-            f"rank {self._ranks[self.rank]} had no answer at {step!r}: {reason} Another rank has died, has failed "
+            f"rank {self._ranks[self.rank]} had no answer at {step!r}: {reason}. Another rank has died, has failed "
             f"earlier, or took longer than {self._timeout}"
         )
 
@@ -249,7 +249,7 @@ def by_first(ranks: Ranks, step: str, held: _Held | None, work: Callable[[_Held]
         answer: tuple[str, _Result] = ranks.from_first(step, None)
         failure, result = answer
         if failure:
-            raise CheckpointError(f"Earlier autosaves are kept, but rank 0 could not save: {failure}")
+            raise CheckpointError(f"Rank 0 could not save, so no rank has saved. Earlier autosaves are kept. {failure}")
         return result
     try:
         result = work(held)

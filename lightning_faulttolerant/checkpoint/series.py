@@ -383,7 +383,7 @@ class AutosaveSeries:
         taken = found[0] if found is not None else "none"
         for name, damage in damages.items():
             aside = self._set_damaged_aside(name)
-            _logger.warning("%s It was set aside as %s. Taken instead: %s.", damage, aside, taken)
+            _logger.warning("%s It was set aside as %s. Used instead: %s.", damage, aside, taken)
         if found is None:
             self._refuse_to_start_over(list(damages.values()))
         return found

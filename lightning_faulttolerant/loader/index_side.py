@@ -397,7 +397,7 @@ class IndexSide:
             self._differs(plan)
         elif replay.not_compared:
             _log.warning(
-                "The batches in flight of %s were drawn again. Some of their contents can't be compared: %s.",
+                "The batches that %s had drawn ahead are drawn again. These contents can't be compared: %s.",
                 type(self._sampler).__name__,
                 ", ".join(sorted(replay.not_compared)),
             )

@@ -405,7 +405,7 @@ class IterableSide(IterableDataset[Any]):
         self._load(moment.objects)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         if missing:
-            self._refuse(f"begins again: {lacks_generators(missing)}")
+            self._refuse(f"can't begin again exactly: {lacks_generators(missing)}")
         for epoch in moment.sampler_epochs:
             self.go_to_epoch(epoch)
 

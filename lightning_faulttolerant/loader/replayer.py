@@ -367,7 +367,7 @@ class Replayer:
         self._load(moment.objects)
         missing = self.held.load_state_dict(moment.held) if moment.held else []
         if missing:
-            reason = f"{self._name} begins again: {lacks_generators(missing)}"
+            reason = f"{self._name} can't begin again exactly: {lacks_generators(missing)}"
             self._exactness.refuse(reason)
 
     def _load(self, objects: Mapping[str, object]) -> None:

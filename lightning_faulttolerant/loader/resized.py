@@ -57,7 +57,7 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
             "data set, so the order of all ranks together is not known"
         )
     if len({state["consumed"] for state in states}) > 1:
-        raise NotExactError(f"its ranks have consumed {[state['consumed'] for state in states]} batches, not as many")
+        raise NotExactError(f"its ranks have not all consumed as many batches: {[one['consumed'] for one in states]}")
     seeded = {"per_sample": first["per_sample"]} if "per_sample" in first else {}
     rest = _rest(record, first["consumed"], num_left, begin=_begin_of(first))
     if "iterable" in first:

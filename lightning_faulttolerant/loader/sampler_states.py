@@ -118,7 +118,7 @@ class SamplerStates:
         if self._objects is not None:
             missing += self._objects.load(moment.objects)
         if missing:
-            self._exactness.refuse(f"The order of samples begins again: {lacks_generators(missing)}")
+            self._exactness.refuse(f"The order of samples can't begin again exactly: {lacks_generators(missing)}")
 
     def own_progress(self) -> list[object]:
         """Return the positions that this package's samplers keep: the user may advance them."""

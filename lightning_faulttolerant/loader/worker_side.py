@@ -320,7 +320,7 @@ class _WorkerStates:
     def _resume(self, state: WorkerState) -> None:
         missing = _load_worker_state(state, self._generators.held)
         if missing:
-            self._exactness.refuse(f"A worker continues: {lacks_generators(missing)}")
+            self._exactness.refuse(f"A worker can't continue exactly: {lacks_generators(missing)}")
         self._owed = state.get("objects", {})
         for line in self._objects.load_state_dict(self._owed):
             self._exactness.refuse(f"A worker continues without {line}")

@@ -88,7 +88,7 @@ class MetricsTracker:
         if unknown:
             raise ValueError(f"reduce_op={unknown[0]!r}: it must be one of {', '.join(map(repr, OPERATIONS))}.")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype}: metrics are exchanged as floating point numbers.")
+            raise ValueError(f"dtype={dtype}: it must be a floating-point type.")
         self._reduce_op = reduce_op if isinstance(reduce_op, str) else dict(reduce_op)
         self._device, self._dtype, self._group = device, dtype, group
         self._pending: _Amounts = {}  # this rank's, not exchanged yet

@@ -122,7 +122,7 @@ class HeldGenerators:
                 elif _is_readable(value):
                     self.paths[path_name(path)] = path
                 else:
-                    _log.warning("The state of %s can't be read: its draws may repeat.", path_name(path))
+                    _log.warning("The state of %s can't be read: a resume may repeat its draws.", path_name(path))
 
     def _look_at_made(self) -> None:
         """Warn if an object has replaced a generator that was created for it, before anything was drawn from it."""

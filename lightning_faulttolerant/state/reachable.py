@@ -270,7 +270,7 @@ def walk(queue: deque[tuple[Path, object]], *, known: Collection[int] = ()) -> I
         if is_a(value, _PRIMITIVES) or id(value) in visited or id(value) in known or len(path) > _MAX_DEPTH:
             continue
         if len(visited) >= _MAX_VISITED:
-            _log.warning("Gave up looking for generators after %s objects, at %s.", _MAX_VISITED, path_name(path))
+            _log.warning("Generators after %s objects, from %s on, are not saved.", _MAX_VISITED, path_name(path))
             return
         visited.add(id(value))
         yield path, value

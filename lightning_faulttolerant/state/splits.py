@@ -315,7 +315,7 @@ def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Par
         return "", matched
     unmatched = [len(part.indices) for part in here if part not in [one for one, _ in matched]]
     if any(len(part.indices) in unmatched for part in left):
-        return "its split has parts of the same size that can't be told apart", []
+        return "its split has parts of the same size that can't be distinguished", []
     return _UNKNOWN, []
 
 

@@ -300,7 +300,7 @@ class RunLease(Lock):
         """
         if not self.is_held:
             raise RunInUseError(
-                f"{self.url} is not held by this process. Two runs in one directory would overwrite it."
+                f"This process doesn't hold the lock of {self.url}. Two runs in one directory would overwrite it."
             )
         self._demand_token(self._held.token)
 
@@ -320,12 +320,12 @@ class RunLease(Lock):
     def _wait_for_silence(self, found: bytes) -> None:
         holder = _decoded(found)
         if holder is not None and _is_surely_dead(holder):
-            _logger.info("%s was held by %s, which has died: it is taken over", self.url, _name(holder))
+            _logger.info("%s was locked by %s, which has died. This run takes it over", self.url, _name(holder))
             return
         if holder is not None and _is_ours(holder):
             raise RunInUseError(describe_holder(self.url, holder.hostname, holder.process_id))
         _logger.warning(
-            "%s is held by %s. If it is not renewed within %g s, it is taken over.",
+            "%s is locked by %s. If that process does not renew its lock within %g s, this run takes it over.",
             self.url, _name(holder), self._lease_seconds,
         )  # fmt: skip
         deadline = time.monotonic() + self._lease_seconds
@@ -338,7 +338,7 @@ class RunLease(Lock):
                 holder = _decoded(now)
                 hostname, process_id = (holder.hostname, holder.process_id) if holder else ("an unknown host", None)
                 raise RunInUseError(describe_holder(self.url, hostname, process_id))
-        _logger.warning("%s was not renewed by %s: it is taken over", self.url, _name(holder))
+        _logger.warning("This run takes over %s: its lock was not renewed by %s", self.url, _name(holder))
 
     def _demand_token(self, token: str) -> None:
         holder = _decoded(self._store.read(LOCK_NAME) or b"")
@@ -367,7 +367,7 @@ class RunLease(Lock):
                 return False
             self._store.replace(LOCK_NAME, replace(self._held, num_renewals=num_renewals).encoded())
         except (OSError, CheckpointError) as error:
-            _logger.debug("%s could not be renewed. The next attempt follows: %s", self.url, error)
+            _logger.debug("The lock of %s could not be renewed. The next attempt follows: %s", self.url, error)
         return True
 
 

@@ -344,7 +344,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
             _log.warning("The state belongs to other data or to another order: %s.", "; ".join(differing))
         if "order" not in obj and 0 < sample < self.epoch_size:
             _log.warning(
-                "The state comes from MosaicML Streaming, in epoch %d, and its order inside an epoch is another one. "
+                "The state comes from MosaicML Streaming, in the middle of epoch %d, which has another order there. "
                 "So the next iteration begins epoch %d.",
                 epoch, epoch + 1,
             )  # fmt: skip

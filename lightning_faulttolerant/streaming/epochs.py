@@ -376,8 +376,8 @@ class Samples(Iterator[Any]):
         saved = World(**state_dict["world"])
         if saved != self._world:
             raise NotExactError(
-                f"The place of an iteration was saved by {saved}, and is loaded by {self._world}. What this worker"
-                " reads would be another part of the epoch. Load the state of StreamingDataLoader or StreamingDataset,"
+                f"The place of an iteration was saved by {saved}, and is loaded by {self._world}, which reads another"
+                " part of the epoch. Load the state of StreamingDataLoader or StreamingDataset,"
                 " which is the same for all ranks and workers."
             )
         self._start = replace(

@@ -214,8 +214,8 @@ class _CountedBatches(Iterator[Any]):
     def _begin_again(self) -> None:
         if self._place.num_batches:
             raise StreamingError(
-                f"A state was loaded after {self._place.num_batches} batches of this iteration. It is where the next"
-                " iteration begins: make a new iterator, by iter() or a new for loop."
+                f"A state was loaded after {self._place.num_batches} batches of this iteration. It takes"
+                " effect in the next iteration only: make a new iterator, by iter() or a new for loop."
             )
         self._batches, self._place = self._loader.make_batches()
 

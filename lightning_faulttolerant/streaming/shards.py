@@ -379,7 +379,7 @@ class Shards:
                 with self._lock:
                     self._readers.pop(int(self._first_of_stream[stream]) + number, None)
                 return
-        raise ValueError("There is no shard to evict: none that was fetched is here and not in use.")
+        raise ValueError("There is no shard to evict: each fetched shard is in use, or was evicted before.")
 
     def num_cached_bytes(self) -> int:
         """Return the size of all files in the directories of the streams."""

@@ -50,7 +50,7 @@ _QUIET_SECONDS = 2.0
 """A process that is being started when its supervisor is killed is found only once it has its environment."""
 _LIVES_SECONDS = 1.0
 """A guard that ends sooner is not started again: the next one would end, too."""
-_UNGUARDED = "If this process is killed, its training processes continue."
+_UNGUARDED = "Without it, they continue if this process is killed."
 
 
 @final

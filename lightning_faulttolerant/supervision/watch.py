@@ -259,17 +259,17 @@ def lagging_ranks(hang: Hang, states: dict[int, str], stacks: dict[int, str]) ->
     ranks = [beat for beat, _ in hang.ranks]
     stopped = [beat.rank for beat in ranks if states.get(beat.process_id, "Z") in "Tt"]
     if stopped:
-        return f"Behind: {_listed(stopped)}, stopped by a signal."
+        return f"A signal has stopped {_listed(stopped)}."
     if len(ranks) == 1:
         return "There is no other rank on this machine."
     first = min(map(_place, ranks))
     late = [beat.rank for beat in ranks if _place(beat) == first]
     if len(late) < len(ranks):
-        return f"Behind: {_listed(late)}, at the earliest place."
+        return f"The others are ahead of {_listed(late)}."
     absent = [beat.rank for beat in ranks if not waits_for_others(stacks.get(beat.rank, ""))]
     if 0 < len(absent) < len(ranks):
-        return f"Behind: {_listed(absent)}. The others wait in a collective."
-    return "No rank is behind: all are at the same place."
+        return f"The others wait in a collective for {_listed(absent)}."
+    return "All ranks are at the same place."
 
 
 def _place(beat: ProcessHeartbeat) -> tuple[int, int, int]:

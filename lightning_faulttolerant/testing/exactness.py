@@ -344,7 +344,7 @@ class _Interrupted:
         faults = list(fault) if isinstance(fault, Sequence) else [fault]
         outcome = self._start(faults)
         if outcome.exit_code == 0:
-            raise NotTheSame(f"A run that should have been interrupted finished.\n{outcome.output}")
+            raise NotTheSame(f"A run finished, although it should have been interrupted.\n{outcome.output}")
 
     def finish(self) -> list[Interruption]:
         outcome = self._start([])

@@ -135,9 +135,9 @@ def test_link_that_leaves_the_directory_is_refused(directory):
     secret.write_bytes(CONTENTS["a.bin"])
     (directory / "a.bin").unlink()
     (directory / "a.bin").symlink_to(secret)
-    with pytest.raises(DamagedCheckpointError, match=r"a\.bin leads out of the directory"):
+    with pytest.raises(DamagedCheckpointError, match=r"a\.bin leads outside the directory"):
         verify_path(directory)
-    with pytest.raises(ValueError, match="leads out of the checkpoint"):
+    with pytest.raises(ValueError, match="outside the checkpoint"):
         write_manifest(directory)
 
 

@@ -175,7 +175,7 @@ def test_checkpoint_that_has_lost_its_manifest_is_not_preferred_to_one_that_veri
     Path(newest, MANIFEST_NAME).unlink()
     restarted = AtomicDirectory(tmp_path)
     assert recipe(str(tmp_path), restarted) == content_of(restarted.latest()) == "1"
-    assert "checkpoint_2 has no manifest, so it can't be verified. Taken: " in caplog.text
+    assert "checkpoint_2 has no manifest, so it can't be verified. Used: " in caplog.text
     assert Path(save(restarted, 3)).name == "AtomicDirectory_checkpoint_3"
     assert Path(f"{newest}.uncommitted").is_dir()
 
@@ -248,7 +248,7 @@ def test_link_without_directories_is_a_fresh_start(tmp_path, caplog):
     saver = AtomicDirectory(tmp_path)
     shutil.rmtree(save(saver, 0))
     restarted = AtomicDirectory(tmp_path)
-    assert "no checkpoint is left" in caplog.text
+    assert "no checkpoint exists" in caplog.text
     assert recipe(str(tmp_path), restarted) is None
     assert Path(save(restarted, 1)).name == "AtomicDirectory_checkpoint_1", "a number that was used is used again"
     assert recipe(str(tmp_path), restarted) == "1"

@@ -182,7 +182,7 @@ def test_newest_sets_a_damaged_file_aside_and_takes_the_one_before(autosaves, ca
     (message,) = caplog.messages
     assert str(second) in message
     assert "it is not a complete zip file" in message
-    assert f"Taken instead: {first}" in message
+    assert f"Used instead: {first}" in message
     assert _newest(autosaves) == first
     assert len(caplog.messages) == 1
 

@@ -73,7 +73,7 @@ def test_damaged_one_is_set_aside_and_the_one_before_taken(
         assert autosaves.load_newest() == (first, {"number": 1})
     [message] = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
     assert second in message
-    assert f"Taken instead: {first}" in message
+    assert f"Used instead: {first}" in message
     assert autosaves.paths() == [first]
     assert f"{os.path.basename(second)}.damaged" in names(autosaves)
     assert save(autosaves, 3) > second, "a number is not given twice"

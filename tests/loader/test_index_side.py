@@ -454,7 +454,7 @@ def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(3):
         next(indices)
     state = safe(record_state(side.record))
-    reason = r"order of samples begins again: the generator sampler\.parts\[0\] does not exist"
+    reason = r"order of samples can't begin again exactly: the generator sampler\.parts\[0\] does not exist"
     with pytest.raises(NotExactError, match=reason):
         resume(Equipped(), state, 3)
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):

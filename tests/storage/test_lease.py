@@ -177,7 +177,7 @@ def test_process_that_was_asleep_does_not_write_over_its_successor(
     assert ask(other) == "saved\n"
     os.kill(other.pid, signal.SIGSTOP)
     with caplog.at_level(logging.WARNING), RunLease(f"{s3}/run", lease_seconds=LEASE_SECONDS) as held:
-        assert "it is taken over" in caplog.text
+        assert "its lock was not renewed by" in caplog.text
         autosaves = AutosaveSeries(f"{s3}/run", keep_last=1, check=held.check)
         path = autosaves.save({"by": "us"}, epoch=0, batch=5, global_step=5)
         os.kill(other.pid, signal.SIGCONT)
@@ -195,7 +195,7 @@ def test_dead_process_of_another_host_is_waited_for(remote_url: str, caplog: pyt
     with caplog.at_level(logging.WARNING), RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
         assert time.monotonic() - began >= LEASE_SECONDS
         held.check()
-    assert f"was not renewed by process {process_id} on elsewhere: it is taken over" in caplog.text
+    assert f"its lock was not renewed by process {process_id} on elsewhere" in caplog.text
 
 
 class Waits:

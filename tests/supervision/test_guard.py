@@ -120,7 +120,7 @@ def test_a_guard_that_is_killed_is_replaced(directory: Path, monkeypatch: pytest
     assert one.process_id != first
     monkeypatch.setattr("lightning_faulttolerant.supervision.guard._LIVES_SECONDS", 60.0)
     os.kill(one.process_id, signal.SIGKILL)
-    assert _news(one).endswith("If this process is killed, its training processes continue.")
+    assert _news(one).endswith("Without it, they continue if this process is killed.")
     assert (one.process_id, one.look()) == (0, "")
     one.close()
 

@@ -296,10 +296,10 @@ def test_which_rank_is_behind() -> None:
         hang = Hang(beat=ranks[0][0], seconds=1.0, limit_seconds=1.0, why="", ranks=ranks)
         return lagging_ranks(hang, dict(enumerate(states, 1)), dict(enumerate(stacks)))
 
-    assert told((4, 4), "ST") == "Behind: rank 1, stopped by a signal."
-    assert told((4, 3)) == "Behind: rank 1, at the earliest place."
-    assert told((4, 4), stacks=(in_collective, elsewhere)) == "Behind: rank 1. The others wait in a collective."
-    assert told((4, 4), stacks=(elsewhere, elsewhere)) == "No rank is behind: all are at the same place."
+    assert told((4, 4), "ST") == "A signal has stopped rank 1."
+    assert told((4, 3)) == "The others are ahead of rank 1."
+    assert told((4, 4), stacks=(in_collective, elsewhere)) == "The others wait in a collective for rank 1."
+    assert told((4, 4), stacks=(elsewhere, elsewhere)) == "All ranks are at the same place."
 
 
 def test_our_own_thread_that_looks_on_is_no_collective() -> None:

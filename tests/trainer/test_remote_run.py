@@ -215,5 +215,5 @@ def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3:
     plain.put_object(Bucket=bucket, Key=newest, Body=bytes(data))
     ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
     assert ended.exit_code == 0, ended.output
-    assert f"It was set aside as s3://{bucket}/{newest}.damaged. Taken instead: s3://" in ended.output
+    assert f"It was set aside as s3://{bucket}/{newest}.damaged. Used instead: s3://" in ended.output
     assert "Resumed exactly" in ended.output

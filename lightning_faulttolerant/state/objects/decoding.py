@@ -88,7 +88,7 @@ def fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
     """
     data, needs_grad = content[1], content[3]
     if not isinstance(tensor, torch.Tensor):
-        raise NothingThereError(f"a {type(tensor).__name__} is there in place of a tensor")
+        raise NothingThereError(f"it was a tensor, and is a {type(tensor).__name__} now")
     is_same_kind = tensor.shape == data.shape and tensor.dtype == data.dtype
     if is_same_kind and not _overlaps(tensor):
         with torch.inference_mode(tensor.is_inference()):
@@ -191,7 +191,7 @@ class Decoder:
         kind = type(items).__name__ if is_plain else kind
         wanted: Any = {"list": list, "set": set, "deque": deque}.get(kind, dict)
         if not isinstance(value, wanted):
-            raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
+            raise NothingThereError(f"it was a {kind}, and is a {type(value).__name__} now")
         if is_plain:
             kinds.fill(value, _plain(items))
         elif kind in _MAPPINGS:
@@ -332,7 +332,7 @@ class Decoder:
     def _tensor(self, encoded: object) -> torch.Tensor:
         found = self._hashable(encoded)
         if not isinstance(found, torch.Tensor):
-            raise NothingThereError(f"a {type(found).__name__} is there in place of a tensor")
+            raise NothingThereError(f"it was a tensor, and is a {type(found).__name__} now")
         return found
 
     def set_attributes(self, value: Any, encoded: Sequence[Sequence[Any]]) -> None:
@@ -388,7 +388,7 @@ def set_attribute(value: object, name: str, child: object) -> None:
     slots = dict(kinds.slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
         if kinds.is_named(child):
-            raise NothingThereError("it is a value, but the state has a function")
+            raise NothingThereError("it was a function, and is a value now")
         setattr(value.owner, name, child)
     elif name in slots:
         slots[name].__set__(value, child)
@@ -410,13 +410,13 @@ def delete_attribute(value: object, name: str) -> None:
 
 def _fill_array(array: Any, content: Any) -> None:
     if not kinds.is_numpy(array, "ndarray") or array.shape != content.shape or array.dtype != content.dtype:
-        raise NothingThereError(f"it was an array of shape {list(content.shape)}, but now it differs")
+        raise NothingThereError(f"it was an array of shape {list(content.shape)}, and has another kind or shape now")
     array[...] = content
 
 
 def _fill_memory(value: object, content: bytes) -> None:
     if not kinds.is_shared_value(value) or len(kinds.memory_of(value)) != len(content):
-        raise NothingThereError(f"it was {len(content)} bytes of shared memory, but now it is something else")
+        raise NothingThereError(f"it was {len(content)} bytes of shared memory, and has another kind or size now")
     kinds.memory_of(value)[:] = content
 
 
@@ -433,7 +433,7 @@ def _new_buffer(kind: str, content: Any, position: int, kind_of_number: str | No
 def _fill_buffer(value: Any, content: Sequence[Any]) -> None:
     _, kind, held, position, kind_of_number = content
     if type(value).__name__ != kind or getattr(value, "typecode", None) != kind_of_number:
-        raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
+        raise NothingThereError(f"it was a {kind}, and is a {type(value).__name__} now")
     if isinstance(value, (bytearray, array.array)):
         value[:] = _new_buffer(kind, held, position, kind_of_number)
     elif held is None:

@@ -222,7 +222,7 @@ def graph_of(
         if answers(kinds.is_leaf, value) or graph.is_met(value):
             continue
         if len(path) > _MAX_PATH:
-            _log.warning("What training changes on objects inside %s... is not saved: it is too deep.", path[:60])
+            _log.warning("What training changes on objects inside %s... is not saved: they are too deep.", path[:60])
             continue
         if len(graph.things) >= MAX_OBJECTS:
             _log.warning(

@@ -86,7 +86,7 @@ def result_in_time(future: concurrent.futures.Future[Result], timeout_seconds: f
         if left <= 0 or (stop is not None and stop.is_set()):
             future.cancel()
             if left <= 0:
-                raise TimeoutError(f"it has not ended in {timeout_seconds:g} s")
+                raise TimeoutError(f"it has not ended within {timeout_seconds:g} s")
             raise StoppedError
         concurrent.futures.wait([future], left if stop is None else min(left, _LOOK_SECONDS))
     return future.result()

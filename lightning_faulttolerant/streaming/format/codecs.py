@@ -194,7 +194,7 @@ def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str
     try:
         return bytes(module.decompress(data))
     except getattr(module, error_name) as error:
-        raise ValueError(str(error) or "its bytes are not what it writes") from error
+        raise ValueError(str(error) or "its bytes can't be decompressed") from error
 
 
 def _first_varint(data: bytes) -> int:

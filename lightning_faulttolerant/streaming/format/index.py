@@ -244,7 +244,7 @@ class _Parser:
         if not isinstance(index, dict) or not isinstance(index.get("shards"), list):
             raise self._error("it has no list of shards")
         if index.get("version") != VERSION:
-            raise self._error(f"its version is {index.get('version')!r}, the one that is known is {VERSION}")
+            raise self._error(f"its version is {index.get('version')!r}, but this package reads only version {VERSION}")
         return tuple(self._shard(number, entry) for number, entry in enumerate(index["shards"]))
 
     def _shard(self, number: int, entry: object) -> ShardInfo:
@@ -252,7 +252,7 @@ class _Parser:
             if not isinstance(entry, dict):
                 raise ValueError("it is not an object")
             if entry["version"] != VERSION:
-                raise ValueError(f"its version is {entry['version']!r}, the one that is known is {VERSION}")
+                raise ValueError(f"its version is {entry['version']!r}, but this package reads only version {VERSION}")
             return self._info(entry)
         except KeyError as error:
             raise self._error(f"shard {number} has no {error}") from error
@@ -262,7 +262,7 @@ class _Parser:
     def _info(self, entry: dict[str, Any]) -> ShardInfo:
         format_ = entry["format"]
         if format_ not in FORMATS:
-            raise ValueError(f"its format is {format_!r}, those known are {', '.join(FORMATS)}")
+            raise ValueError(f"its format is {format_!r}, but this package reads only {', '.join(FORMATS)}")
         parts = ("data",) if format_ == "mds" else ("data", "meta")
         compression = entry["compression"]
         if compression is not None and not is_known_compression(compression):
@@ -320,7 +320,7 @@ class _Parser:
 def check_basename(basename: object) -> None:
     """Raise ValueError unless a name stays in the directory that it is joined to."""
     if not isinstance(basename, str) or _LEAVES_DIRECTORY.match(basename):
-        raise ValueError(f"the name {basename!r} of a file does not stay in the directory of the data set")
+        raise ValueError(f"the file name {basename!r} leads outside the directory of the data set")
     if basename == INDEX_BASENAME:
         raise ValueError("a shard has the name of the index")
     basename.encode()  # a name that no file can have, such as half of a surrogate pair, is a ValueError, too

@@ -231,7 +231,7 @@ class Output:
         storage_options: Mapping[str, object] | None,
     ) -> None:
         if retry < 0 or (max_workers is not None and max_workers < 1):
-            raise ValueError(f"retry={retry}, max_workers={max_workers}: at least 0 and 1.")
+            raise ValueError(f"retry={retry} must be at least 0, and max_workers={max_workers} at least 1.")
         self._local, self._remote = _places(out, storage_options)
         self._retry = retry
         self._keep_local = keep_local
@@ -330,7 +330,7 @@ def _places(
     """Return the place to write to immediately, and the place to upload to."""
     if isinstance(out, (tuple, list)):
         if len(out) != 2 or is_url(out[0]):
-            raise ValueError(f"out={out!r}: a pair must be a local directory and an address.")
+            raise ValueError(f"out={out!r}: a pair is a local directory and the address to upload to.")
         return place_of(out[0]), place_of(out[1], storage_options)
     place = place_of(out, storage_options)
     return (place, None) if isinstance(place, LocalPlace) else (None, place)

@@ -107,7 +107,7 @@ class ShardReader(ABC):
     def _checked_id(self, index: int) -> int:
         num_samples = self._info.num_samples
         if not -num_samples <= index < num_samples:
-            raise IndexError(f"Sample {index} of a shard that has {num_samples}: {self._info.files[0].basename}")
+            raise IndexError(f"There is no sample {index}: {self._info.files[0].basename} has {num_samples}.")
         return index % num_samples
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Positions:
@@ -115,8 +115,8 @@ class ShardReader(ABC):
         # As unsigned numbers, negative ones are the largest.
         if (array.view(np.uint64) >= self._info.num_samples).any():
             raise IndexError(
-                f"Samples {array.min()} to {array.max()} of a shard that has {self._info.num_samples}: "
-                f"{self._info.files[0].basename}"
+                f"There are no samples {array.min()} to {array.max()}: {self._info.files[0].basename} has "
+                f"{self._info.num_samples}."
             )
         return array
 

@@ -134,7 +134,7 @@ class DatasetWriter(ABC):
             OSError: If a shard can't be written or uploaded.
         """
         if self._finished:
-            raise ValueError("This writer has finished.")
+            raise ValueError("This writer has finished, so no sample can be added.")
         data = self.encode_sample(sample)
         num_bytes = len(data) + self._bytes_per_sample
         if self.size_limit and self.size_limit < self._shard_bytes + num_bytes:
@@ -330,7 +330,7 @@ class TextWriter(DatasetWriter):
         if unknown:
             raise TypeError(f"The encoding {unknown[0]!r} is unknown here. Use one of {', '.join(TEXT_ENCODINGS)}.")
         if not newline:
-            raise ValueError("newline='': a line can't be read if it is empty.")
+            raise ValueError("newline='' must not be empty: it separates the samples.")
         self.columns = dict(columns)
         self.newline = newline
         super().__init__(**options)
@@ -390,7 +390,7 @@ class XSVWriter(TextWriter):
 
     def __init__(self, *, columns: Mapping[str, str], separator: str, newline: str = "\n", **options: Any) -> None:
         if not separator or not newline:
-            raise ValueError(f"separator={separator!r}, newline={newline!r}: a line can't be read if one is empty.")
+            raise ValueError(f"separator={separator!r} and newline={newline!r} must not be empty.")
         self.separator = separator
         self.column_names = sorted(columns)
         self.column_encodings = [columns[name] for name in self.column_names]

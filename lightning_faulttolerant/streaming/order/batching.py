@@ -217,8 +217,8 @@ def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
     if not counts.all():
         stream = int(np.argmin(counts))
         raise ValueError(
-            f"Stream {stream} is {proportions[stream]:.2%} of the epoch, which is no sample of a global batch of"
-            f" {num_samples}. Pass a larger batch_size, or a larger proportion of this stream."
+            f"Stream {stream} is {proportions[stream]:.2%} of the epoch, which is less than a sample of a global batch"
+            f" of {num_samples}. Pass a larger batch_size, or a larger proportion of this stream."
         )
     return tuple(counts.tolist())
 

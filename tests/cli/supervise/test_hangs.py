@@ -67,7 +67,7 @@ def test_the_rank_that_never_reaches_its_collective_is_named(tmp_path: Path) -> 
     assert (trial.exit_code, trial.num_starts) == (0, 4), trial.output
     assert trial.told("weights") == undisturbed(2)
     [report] = reports(trial)
-    assert "Behind: rank 1. The others wait in a collective." in report
+    assert "The others wait in a collective for rank 1." in report
 
 
 @pytest.mark.parametrize("flaw", ["SIGSTOP", "GIL"])

@@ -75,10 +75,10 @@ def test_ids_outside_of_the_shard_are_index_errors(tmp_path: Path) -> None:
     assert same(reader[-1], variable(4))
     assert same(reader[-5], variable(0))
     for wrong in (5, -6, 10**12):
-        with pytest.raises(IndexError, match="a shard that has 5"):
+        with pytest.raises(IndexError, match=r"There is no sample .* has 5\."):
             reader[wrong]
     for ids in ([0, 5], [-1, 0], [10**12]):
-        with pytest.raises(IndexError, match="a shard that has 5"):
+        with pytest.raises(IndexError, match=r"There are no samples .* has 5\."):
             list(reader.samples(ids))
     reader.close()
 

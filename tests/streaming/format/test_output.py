@@ -208,5 +208,5 @@ def test_progress_is_shown_where_it_is_asked_for(remote: Any, monkeypatch: pytes
 def test_a_pair_begins_with_a_directory(tmp_path: Path) -> None:
     """Two addresses, or three of anything, are refused."""
     for out in ((ADDRESS, ADDRESS), (str(tmp_path), ADDRESS, ADDRESS)):
-        with pytest.raises(ValueError, match="a pair must be a local directory and an address"):
+        with pytest.raises(ValueError, match="a pair is a local directory and the address to upload to"):
             MDSWriter(columns=COLUMNS, out=out)

@@ -159,7 +159,7 @@ HIDDEN: list[Any] = []
         (of(WithMean), r"train/0\.dataset\.mean: .*; it may depend on values that were drawn without a seed"),
         (part_without_the_rest, r"train/0\.dataset: .*; not all parts of its split are known"),
         (part_whose_test_set_comes_later, r"train/0\.dataset: .*; not all parts of its split are known"),
-        (two_parts_of_one_size, r"train/0\.dataset: .*of the same size that can't be told apart"),
+        (two_parts_of_one_size, r"train/0\.dataset: .*of the same size that can't be distinguished"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
