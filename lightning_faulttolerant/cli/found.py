@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
@@ -24,7 +25,7 @@ from lightning_faulttolerant.checkpoint.autosave_files import (
     sequence_of,
 )
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
-from lightning_faulttolerant.cli.text import reason_of, remote_errors
+from lightning_faulttolerant.cli.text import reason_of, remote_errors, safe
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.history import FILE_NAME
 from lightning_faulttolerant.records.incidents import INCIDENTS_FOLDER, step_of_incident
@@ -187,6 +188,11 @@ class Found:
         """The end of a sentence that says that nothing was found."""
         is_memory = self.path.startswith("memory://")
         return "; only the process that writes to memory:// can read it" if is_memory else ""
+
+    def print_problems(self) -> None:
+        """Print what could not be read."""
+        for problem in self.problems:
+            print(safe(problem), file=sys.stderr)
 
     def newest(self) -> FoundFile:
         """Return the newest checkpoint that a run can continue from, or the only one that the search was for.

@@ -260,6 +260,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     what = find_meant(arguments.file)
+    what.print_problems()
     newest = what.newest()
     others = [run for run in what.newest_of_runs() if run != real(run_directory(newest.folder))]
     path = newest.content_path
@@ -291,11 +292,9 @@ def _base(file: IO[bytes], path: str) -> dict[str, object] | None:
 
 def _incident(path: str) -> Incident | None:
     """Return the report next to the checkpoint of an incident."""
-    directory, name = split_path(path)
-    step = step_of_incident(name)
-    if step is None:
+    if step_of_incident(split_path(path)[1]) is None:
         return None
-    beside = f"{directory}/{name.removesuffix('ckpt')}json" if directory else f"{name.removesuffix('ckpt')}json"
+    beside = f"{path.removesuffix('ckpt')}json"
     try:
         with remote_errors(beside), open_file(beside) as file:
             return read_incident(file.read(MAX_BYTES + 1))

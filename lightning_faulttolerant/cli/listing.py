@@ -136,8 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_tables(folders)
         for done in finished:
             _print_finished(done, typed=done.path)
-    for problem in what.problems:
-        print(safe(problem), file=sys.stderr)
+    what.print_problems()
     if what.problems or any(row.verdict.word == verification.UNREADABLE for row in rows):
         return 2
     if not rows and not finished:
@@ -169,7 +168,8 @@ def _list_runs(*, as_json: bool) -> int:
         _print_finished(done, typed=done.run_id)
     if not runs and not finished:
         print(f"No runs were found, neither in {safe(registry.directory)} nor below this directory.", file=sys.stderr)
-    return 0 if runs or finished else 1
+    what.print_problems()
+    return 2 if what.problems else 0 if runs or finished else 1
 
 
 def _print_finished(one: FoundRun, *, typed: str) -> None:

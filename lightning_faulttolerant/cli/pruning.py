@@ -72,11 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    status, freed, number = 0, 0, 0
     what = found.find_meant(arguments.directory)  # an empty variable does not mean the current directory
-    for problem in what.problems:
-        print(safe(problem), file=sys.stderr)
-        status = 2
+    status, freed, number = 2 if what.problems else 0, 0, 0
+    what.print_problems()
     asked_for = real(what.files[0].folder if what.is_one else what.path)  # a checkpoint stands for its folder
     runs = dict.fromkeys(map(run_directory, _series(what)))
     for run in runs:

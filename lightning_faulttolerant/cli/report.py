@@ -271,6 +271,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     what = find_meant(arguments.directory)
+    what.print_problems()
     runs = runs_of(what)
     if not runs:
         print(safe(f"No history of a run was found in {what.path}{what.why_nothing}."), file=sys.stderr)
@@ -286,7 +287,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for line in [*report_lines(report), *(["", *tree] if tree else ())]:
         print(safe(line))
-    _print_others(others)
+    if others:
+        _print_others(others)
     return 0
 
 
@@ -343,8 +345,6 @@ def _chapter_json(report: ChapterReport) -> dict[str, object]:
 
 
 def _print_others(others: list[FoundRun]) -> None:
-    if not others:
-        return
     print(f"\nOther runs there: {len(others)}")
     rows = [[run.run_id, moment_text(run.last_seen), str(len(run.history.chapters))] for run in others]
     for line in table(("RUN", "LAST SEEN", "CHAPTERS"), rows, right=("CHAPTERS",), indent=2):
