@@ -183,7 +183,7 @@ def lines_of(
         yield f"  left out: {left_out}. Later steps are not compared with the run"
     if outcome.changed is not None:
         values = ", ".join(f"{key}={value}" for key, value in request.values)
-        yield f"  set before {outcome.changed}: {values}. It and later steps are not compared with the run"
+        yield f"  set before {outcome.changed}: {values}. This step and later ones are not compared"
     yield from _compared(compared, len(steps), start)
     if request.dumps is not None:
         yield from _dumped(request.dumps, outcome)

@@ -311,7 +311,7 @@ def _row(process: Process, number: int, *, first: float) -> list[Child]:
 
 def _origin(fit: FitHistory | None) -> Child:
     if fit is None or fit.started is None:
-        return "did not come so far"
+        return "ended before a fit"
     if fit.resumed is None:
         return "the beginning"
     not_exact = fit.resumed.not_exact

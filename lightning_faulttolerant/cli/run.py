@@ -196,7 +196,7 @@ def run_supervised(arguments: argparse.Namespace, supervisor: Supervisor, stop: 
     elif arguments.rdzv_backend == _STATIC:
         say(
             f"--nnodes {arguments.nnodes} needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT, the same on each"
-            " machine: torch's static rendezvous can't bring restarted ranks together."
+            " machine: torch's static rendezvous can't connect restarted ranks."
         )
         return WRONG_USAGE
     # With a shared store, restarted ranks may look for each other at the addresses of the dead: pytorch#135712.
@@ -278,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="accept a difference that a resume has refused, such as hyperparameters.lr; may be repeated; later starts "
-        "accept it, too, and their reports tell of it",
+        "accept it, too, and their reports say so",
     )
     parser.add_argument(
         "--max-restarts",

@@ -163,8 +163,8 @@ def fault_of_command(program: str) -> str | None:
         return None
     if not os.path.isfile(program):
         return f"{program}: no such command"
-    may_be = f"python {program} may be meant" if program.endswith(".py") else f"chmod +x {program} makes it one"
-    return f"{program}: a file, but no command; {may_be}"
+    may_be = f"did you mean: python {program}" if program.endswith(".py") else f"chmod +x {program} makes it one"
+    return f"{program}: a file, but not a command; {may_be}"
 
 
 def at_least_1(text: str) -> int:

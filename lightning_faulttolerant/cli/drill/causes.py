@@ -30,9 +30,7 @@ _GENERATOR = (
     "A generator must be one of torch's, NumPy's, or Python's, and the sampler, the data set, the transform, or one of"
     " your modules must hold it. Those of other libraries are not restored."
 )
-_RUN = (
-    "{run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
-)
+_RUN = "Separate the outputs of the runs, as in --output out/{run}: {run} becomes uninterrupted or interrupted."
 _FIRST_RUN_LEFT = (
     "The second run may find files of the first one, such as weights or a cache that the script loads. Put {run} into "
     "the command to separate the two."
@@ -62,10 +60,10 @@ AUGMENTATION = Cause(
 )
 ITERABLE_DATA = Cause(
     part="augmentation",
-    text="The batch has different contents. It has no indices to compare: its samples differ, or their contents.",
+    text="The batch has different contents. Its samples differ, or their contents: it has no indices to compare.",
     advice=(
         "An iterable data set continues exactly if it has state_dict and load_state_dict, or if reading it again "
-        "yields the same samples. Look for files in a different order, and for a shared source that advances.",
+        "yields the same samples. Look for files in a different order, and for a source that other readers advance.",
         *AUGMENTATION.advice[:2],
     ),
 )
@@ -115,7 +113,7 @@ LEARNING_RATES = Cause(
 )
 METRICS = Cause(
     part="metrics",
-    text="Training is the same, but a metric differs: its sum is not the same.",
+    text="Training is equal, but a metric differs.",
     advice=(
         "A torchmetrics.Metric continues if the module holds it, also in a list or a dict. One in a callback needs a"
         " state_dict of that callback.",
@@ -144,9 +142,8 @@ COURSE = Cause(
     text="The two runs did not do the same things in the same order.",
     advice=(
         "What decides when to stop, validate, or log must be saved. A condition on the clock (max_time) or on an"
-        " earlier process's files is not.",
-        "A script that writes its outputs in one place finds those of its earlier processes. They must not change what"
-        " it does. {run} in the command keeps the drill's two runs apart.",
+        " earlier process's files can't be.",
+        f"A script may find the outputs of its earlier processes. They must not change what it does. {_RUN}",
     ),
 )
 
@@ -155,7 +152,7 @@ def and_main_rng(cause: Cause) -> Cause:
     """Add to a cause in the data that the main process's random generators differ, too."""
     both = (
         " The main process's random generators were in another state, too: with num_workers=0 the data draw from them,"
-        " so one of the two made the other differ."
+        " so one difference caused the other."
     )
     return replace(cause, text=cause.text + both, advice=(*cause.advice, *MAIN_RNG.advice))
 
@@ -186,7 +183,7 @@ def not_exact(reasons: Sequence[str], output: str) -> Cause:
 NO_SEED = Cause(
     part="no seed",
     text="The runs start with different random numbers: nothing seeds the generators, the seed changes, or one run"
-    " draws less because it finds its work done.",
+    " draws less because it finds results of the other.",
     advice=("Call seed_everything(1, workers=True) before you build model and data.", _FIRST_RUN_LEFT),
 )
 CHANGING_CONTENTS = Cause(
@@ -195,8 +192,8 @@ CHANGING_CONTENTS = Cause(
     advice=(
         "Seed every generator that the data use. seed_everything(1, workers=True) seeds those of Python, NumPy, and"
         " torch, also in workers, but not np.random.default_rng() or libraries with their own.",
-        "Take nothing from the clock. Sort what os.listdir, glob, and sets give (sets of strings change with"
-        " PYTHONHASHSEED). DataLoader(in_order=False) gives the batches as they come.",
+        "Let nothing depend on the clock. Sort what os.listdir, glob, and sets give (the order of a set of strings"
+        " changes with PYTHONHASHSEED). DataLoader(in_order=False) yields batches as its workers finish them.",
         _FIRST_RUN_LEFT,
     ),
 )
@@ -240,14 +237,14 @@ NO_LEDGER = Cause(
 )
 EXISTING_RUN = Cause(
     part="existing run",
-    text="A run that should start from the beginning continued from a checkpoint. The drill ended it.",
+    text="A run continued from a checkpoint instead of starting from the beginning. The drill ended it.",
     advice=(f'fit(ckpt_path="last"), or a ckpt_path that the script finds, continues an earlier run. {_RUN}',),
 )
 SEVERAL_TRAININGS = Cause(
     part="several trainings",
     text="Several processes of the script write one ledger, or its launcher restarted them without an interruption.",
     advice=(
-        "Drill what one of these processes does: a command that trains one fold, one model.",
+        "Drill a command that does the work of one of these processes: one fold, one model.",
         "If a launcher restarts its ranks, the output of the script says why.",
     ),
 )
@@ -262,7 +259,7 @@ NOT_RESUMED = Cause(
 )
 CAUGHT = Cause(
     part="caught exception",
-    text="The script caught the exception and trained on in the same process. It skipped a batch or started again,"
+    text="The script caught the exception and continued in the same process. It skipped a batch or started again,"
     " unlike the uninterrupted run. A run continues when the same command is run again.",
     advice=(
         "Let the exception end the script, and run the same command again, as the drill does.",
@@ -279,7 +276,7 @@ TOO_FEW_AUTOSAVES = Cause(
 )
 TOO_FEW_BEFORE_EXCEPTION = replace(
     TOO_FEW_AUTOSAVES,
-    text="A strike counts only if an autosave with progress came before it and the run ended by itself.",
+    text="An exception counts as a strike only if an autosave with progress came before it, and it ended the run.",
 )
 NO_AUTOSAVES = Cause(
     part="no autosaves",
@@ -289,13 +286,13 @@ NO_AUTOSAVES = Cause(
 SCRIPT = Cause(part="script", text="The script fails by itself.")
 SECOND_RUN = Cause(
     part="second run",
-    text="The same command finished before. Run again from the beginning, it fails.",
+    text="The same command finished before, but fails when it is run again from the beginning.",
     advice=(f"What the first run left (an output directory, a file) may be in its way. {_RUN}",),
 )
 RESTART = Cause(
     part="restart",
     text="The same command, run again after a strike, does not finish.",
-    advice=("The script must be able to run again: with an output that exists, a port or a lock that is still held.",),
+    advice=("The script must be able to run again, also if its output exists, or a port or lock is still held.",),
 )
 TIMEOUT = Cause(part="timeout", text="The run took longer than --timeout allows.")
 NO_STOP = Cause(

@@ -156,7 +156,7 @@ id, even if the script sets one, so your runs are not touched.
 """
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 EPILOG = """\
-A process saves before its strike and waits for it, so that each restart has something to continue from.
+Before a strike, the process saves its state, so that each restart has something to continue from.
 
 Exit status: 0 exact, 1 the runs differ, or a restart did not resume (it failed, was refused, or started over), 2 could
 not be judged: the script fails by itself or is not deterministic, no strike came, wrong usage.
@@ -175,8 +175,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--signal",
         choices=KINDS,
         default=KILL,
-        help="KILL: all its processes at once, as if the machine went away (default); TERM: as a scheduler ends a job;"
-        " exception: raised in a step",
+        help="KILL: kill all processes at once, as a failing machine does (default); TERM: ask them to end, as a"
+        " scheduler does; exception: raise one in a step",
     )
     parser.add_argument(
         "--in",
@@ -184,8 +184,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         type=_stages,
         default=(),
-        help=f"what is struck, with commas between: {', '.join(STAGES)} (default: all that the script does). Each gets"
-        " as many strikes as the others. trainer.validate is validation",
+        help=f"what to strike, separated by commas: {', '.join(STAGES)} (default: all that the script does), each about"
+        " as often. trainer.validate counts as validation",
     )
     parser.add_argument(
         "--at",
@@ -193,8 +193,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least_1,
         nargs="+",
         default=[],
-        help="strike exactly before these batches of the whole run, not at random ones; counted from 0: those of"
-        " training, or of what --in names. The first batch of the run can't be struck",
+        help="strike before these batches instead of random ones. Batches of training, or of what --in names, are"
+        " counted from 0 over the whole run. The first one can't be struck",
     )
     parser.add_argument("--check", action="store_true", help="first run COMMAND twice, to see if it is deterministic")
     parser.add_argument(
@@ -206,13 +206,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the loss curves, the strikes and the verdict")
     parser.add_argument("--output", metavar="DIR", help="keep ledgers and outputs of the script here")
-    parser.add_argument("--seed", metavar="N", type=int, default=None, help="seed of the random moments")
+    parser.add_argument("--seed", metavar="N", type=int, default=None, help="seed for the moments of the strikes")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=_seconds,
         default=None,
-        help="end a run that takes longer, including its restarts",
+        help="end a run that takes longer, restarts included",
     )
 
 
@@ -284,7 +284,7 @@ def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
         return fault
     if not arguments.at and arguments.kills < len(arguments.stages):
         return (
-            f"--kills {arguments.kills} is less than what --in names: each of these {len(arguments.stages)} is struck"
+            f"--kills is {arguments.kills}, but each of the {len(arguments.stages)} parts that --in names gets a strike"
         )
     if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
         return f"{arguments.output} is not empty. Pass an empty or new directory: ledgers of two drills must not mix"

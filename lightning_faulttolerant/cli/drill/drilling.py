@@ -198,7 +198,7 @@ def _of_mismatch(
 ) -> DrillVerdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
     if is_older and _was_caught(mismatch, expected, ran):
-        return _not_judged("The script trained on after the drill's exception.", causes.CAUGHT)
+        return _not_judged("The script continued after the drill's exception.", causes.CAUGHT)
     if is_older:
         verdict = _not_deterministic(mismatch, expected, found)
         note = "The difference comes before the first strike, so no restart caused it."

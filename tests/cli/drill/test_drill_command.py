@@ -115,7 +115,7 @@ def end_three_times() -> None:
     ("arguments", "message"),
     [
         (["--", "no-such-command"], "no such command"),
-        (["--", "./file.py", "--kills"], "python ./file.py may be meant"),
+        (["--", "./file.py", "--kills"], "not a command; did you mean: python ./file.py"),
         (["--", "./file.sh"], "chmod +x ./file.sh makes it one"),
         (["--output", ".", "--", "python"], "is not empty"),
         (["--html", "nowhere/page.html", "--", "python"], "no such directory"),

@@ -285,7 +285,10 @@ def test_a_run_without_any_autosave_is_told_what_switches_them_off(first: list[L
     assert verdict.cause.part == part
 
 
-@pytest.mark.parametrize(("kind", "text"), [("KILL", "It asks each process"), ("exception", "ended by itself")])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("KILL", "It asks each process"), ("exception", "only if an autosave with progress came before it")],
+)
 def test_what_a_strike_needs_depends_on_its_kind(kind: str, text: str) -> None:
     """Only an exception does not wait for an autosave, so it may come too early to count."""
     first = [*FIRST, autosave_line(0, 2)]

@@ -86,9 +86,7 @@ def test_a_value_is_set_before_the_first_step_of_interest(finished: Path) -> Non
     lines = found.lines()
     assert "  loss of batch 3 of epoch 1: 0.0" in lines
     named = "model.factor=0, optimizers.0.param_groups.0.lr=1"
-    assert (
-        f"  set before step 10 (batch 2 of epoch 1): {named}. It and later steps are not compared with the run" in lines
-    )
+    assert f"  set before step 10 (batch 2 of epoch 1): {named}. This step and later ones are not compared" in lines
     earlier = replay(finished, "--from", "1:2", "--until", "1:3", "--set", "model.layers.0.bias=1")
     assert "set before step 10 (batch 2 of epoch 1): model.layers.0.bias=1" in earlier.output, earlier.output
     assert f"  1 of 3 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
