@@ -93,7 +93,7 @@ class LedgerError(FaultToleranceError):
 
 
 class ReplayError(FaultToleranceError):
-    """A replay can't be done, because the run tells nothing of what was asked for."""
+    """A replay can't be done: the run has no such exception, or ``--set`` names a value that can't be set."""
 
 
 class BranchError(FaultToleranceError):
@@ -101,7 +101,7 @@ class BranchError(FaultToleranceError):
 
 
 class IncidentError(FaultToleranceError):
-    """An incident ended the run, because ``stop_on_incident`` is on. The message has the line to type."""
+    """An incident ended the run, as ``FlightRecorder(stop=True)`` requests. The message has the command to replay it."""
 
 
 class DrillFault(FaultToleranceError):
@@ -149,7 +149,7 @@ class SamplerError(FaultToleranceError):
 
 
 class HasNotResetProgressError(SamplerError):
-    """Another epoch was set in the middle of one without ``reset_progress``."""
+    """Another epoch was set in the middle of an epoch, without ``reset_progress``."""
 
 
 class AdvancedTooFarError(SamplerError):

@@ -185,8 +185,8 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         rank: The rank of this process, from 0; by default found in the same way.
         shuffle: Whether each epoch has its own random order.
         seed: The seed of the orders; the same on all ranks.
-        drop_last: Whether batches that are not full, and the last ones that are too few to give each rank one, are left
-            out. Otherwise the ranks that lack one get one of the first again.
+        drop_last: Whether to leave out batches that are not full, and the last batches if they are too few to give one
+            to each rank. Otherwise the other ranks get one of the first batches again.
         leftover: The treatment of samples that don't fill a batch of their group. ``"pad"`` fills it up with the first
             samples of that group in the epoch. ``"mixed"`` joins them into batches of several groups; the last of these
             may be short. ``"drop"`` leaves them out. The default is ``"pad"``, or ``"drop"`` with `drop_last`.

@@ -204,8 +204,8 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
     It is a ``DistributedSampler``, so Lightning keeps it in place and calls its ``set_epoch``. ``FaultTolerance`` keeps
     its position, and `advance` is not called. In your own loop, call `advance` with the number of samples consumed. All
     ranks are assumed to have consumed as much as this one. A loader with ``drop_last=True`` leaves over samples that
-    are never consumed: end its epochs with `in_epoch`. A state saved after its last full batch continues without a
-    batch, and then with the next epoch.
+    are never consumed: end its epochs with `in_epoch`. From a state after its last full batch, a resumed epoch
+    has no batches, and the next epoch follows.
 
     Args:
         dataset: The data set, of which only the length is read, or that length itself.

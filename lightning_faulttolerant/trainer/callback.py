@@ -50,9 +50,9 @@ class FaultTolerance(Protection):
         every_n_train_steps: Autosave after this many optimizer steps.
         train_time_interval: Autosave after this much time.
         overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves; 1 means no limit. Default:
-            0.01, until failures of the run say how often is best.
+            0.01, until failures of the run show the best interval.
         async_save: Write autosaves in the background. This needs memory for a copy.
-        incremental: Write only the tensors that changed, next to a base. This needs memory for a copy of the others.
+        incremental: Write only the tensors that changed since a base file. This needs memory for a copy of the others.
         stop_signals: Names of the signals that stop the run. It finishes its batch and saves its state.
         grace_seconds: Seconds between the first signal and the end of the process.
         deadline: When the run must have ended: a ``datetime``, a ``timedelta`` from now, or a string of either. The run

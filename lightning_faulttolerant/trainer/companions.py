@@ -51,7 +51,7 @@ class FlightRecorder(Companion):
     ``PL_FAULT_TOLERANT_OPTIONS``, as ``FlightRecorder.rule=spike``: that alone adds the callback, too.
 
     Args:
-        rule: Which steps are incidents: ``nan``: the loss or a gradient is not finite; ``spike``: these, and a loss far
+        rule: Which steps are incidents: ``nan``: the loss or a gradient is not finite; ``spike``: that, or a loss far
             above the recent ones; or a function of a `MeasuredStep` that returns a bool. The state before the step is
             saved, and never removed. Exceptions are incidents, too. It needs a capture before each batch and a wait
             for the device after each backward pass. ``None``: nothing is recorded.
