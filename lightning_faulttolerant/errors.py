@@ -101,7 +101,7 @@ class BranchError(FaultToleranceError):
 
 
 class IncidentError(FaultToleranceError):
-    """An incident ended the run, as ``FlightRecorder(stop=True)`` requests. The message has the command to replay it."""
+    """An incident ended the run, as ``FlightRecorder(stop=True)`` requests. The message names the command to type."""
 
 
 class DrillFault(FaultToleranceError):
