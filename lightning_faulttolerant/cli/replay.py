@@ -375,9 +375,9 @@ def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     if (fault := fault_of_command(words[0])) is not None:
         return fault
     if arguments.at_exception and until is not None:
-        return "--at-exception and --until exclude each other"
+        return "--at-exception and --until can't be combined"
     if not arguments.at_exception and since is None and until is None:
-        return "which step? Give --from, --until, or --at-exception"
+        return "no step is named: pass --from, --until, or --at-exception"
     if since is not None and until is not None and _is_after(since, until):
         return f"--from {since} is after --until {until}"
     for name in ("dump", "output"):

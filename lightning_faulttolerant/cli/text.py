@@ -175,7 +175,7 @@ def at_least_1(text: str) -> int:
     """
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return number
 
 

@@ -234,7 +234,7 @@ def test_at_least_one_is_kept(tmp_path: Path, capsys: Capture, number: str) -> N
     save_series(tmp_path, 1)
     found = call(capsys, "prune", tmp_path, f"--keep-last={number}")
     assert found.status == 2
-    assert "from 1" in found.err
+    assert "of at least 1" in found.err
     assert len(names(tmp_path)) == 1
 
 

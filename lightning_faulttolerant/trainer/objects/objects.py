@@ -282,7 +282,7 @@ class Objects:
         live = {path: reason for path, reason in baseline.state.live.items() if path in skipped}
         found = {
             path: (
-                f"{reason}, and a resume in the middle of an epoch does not call that hook; create it in on_train_start"
+                f"{reason}; a resume in the middle of an epoch calls no epoch-start hook; create it in on_train_start"
             )
             for path, reason in live.items()
         }

@@ -27,11 +27,11 @@ Capture = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ((), "which step? Give --from, --until, or --at-exception"),
-        (("--until", "3", "--at-exception"), "--at-exception and --until exclude each other"),
+        ((), "no step is named: pass --from, --until, or --at-exception"),
+        (("--until", "3", "--at-exception"), "--at-exception and --until can't be combined"),
         (("--from", "1:3", "--until", "1:2"), "--from batch 3 of epoch 1 is after --until batch 2 of epoch 1"),
         (("--until", "x"), "x is neither the number of a step, from 0, nor EPOCH:BATCH, such as 2:7"),
-        (("--until", "1", "--fit", "0"), "0 is not a number from 1"),
+        (("--until", "1", "--fit", "0"), "0 is not a whole number of at least 1"),
         (("--until", "1", "--set", "lr=1"), "lr=1 is not KEY=VALUE, such as model.hparams.size=3"),
     ],
 )
