@@ -459,8 +459,8 @@ def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]]
     """
     now = {**sums_of_states(checkpoint), **sums_of_shards(trainer)} if saved else {}
     return [
-        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it, from {first[0]} values to "
-        f"{now.get(name, [0])[0]} in the checkpoint; resume from an autosave, which is complete"
+        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it ({first[0]} values before, "
+        f"{now.get(name, [0])[0]} in the checkpoint); resume from an autosave, which is complete"
         for name, first in saved.items()
         if now.get(name) != first
     ]
