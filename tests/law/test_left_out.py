@@ -167,8 +167,14 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "empty-optimizers": (_empty_inside, r"optimizers 0: .*30 values before, 12 in the checkpoint"),
     "without-momentum": (_without_momentum, r"optimizers 0: .*30 values before, 17 in the checkpoint"),
     "zeros": (_zeroed, r"optimizers 0: .*30 values before, 30 in the checkpoint"),
-    "empty-schedulers": (lambda checkpoint: checkpoint.update(lr_schedulers=[{}]), r"schedulers 0: .* 0 of 8 "),
-    "callbacks": (lambda checkpoint: checkpoint.update(callbacks={}), r"callbacks EarlyStopping.*: .* 0 of [46] "),
+    "empty-schedulers": (
+        lambda checkpoint: checkpoint.update(lr_schedulers=[{}]),
+        r"schedulers 0: .*8 values before, 0 in the checkpoint",
+    ),
+    "callbacks": (
+        lambda checkpoint: checkpoint.update(callbacks={}),
+        r"callbacks EarlyStopping.*: .*[46] values before, 0 in the checkpoint",
+    ),
     "copied": (_copied, ""),
 }
 """Changes of a hook, by the name of a checkpoint, and the reason why it can't be resumed exactly, if there is one."""
