@@ -85,7 +85,7 @@ def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
             f" {', '.join(map(str, state)) or 'nothing'}. Pass what state_dict() returned."
         )
     if state.get("version", VERSION) > VERSION:
-        raise ValueError(f"The state has version {state['version']}, but this package reads up to {VERSION}.")
+        raise ValueError(f"The state has version {state['version']}, which is newer than ours, {VERSION}.")
     epoch, sample = int(state["epoch"]), int(state["sample_in_epoch"])
     # The original library writes this before its first iteration.
     return (0, 0) if epoch < 0 else (epoch, max(0, sample))
