@@ -222,7 +222,8 @@ class FaultTolerance(Protection):
         """Take over the fit or the evaluation."""
         if self._is_of_another(trainer):
             return
-        if self._session is None or self._session.is_open:  # this Lightning does not set the log of callbacks
+        is_told = is_module(getattr(self._log, "__self__", None))
+        if self._session is None or (self._session.is_open and not is_told):  # nobody set our log
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
@@ -287,8 +288,8 @@ class FaultTolerance(Protection):
         found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         if not any(callback is self for callback in found):
             raise UnsupportedTrainerError(
-                "This FaultTolerance is inside another callback, so Lightning would not call all of its hooks. Pass it "
-                "to Trainer(callbacks=[...]) itself."
+                "This FaultTolerance was not among the Trainer's callbacks, nor held by one, when the Trainer "
+                "was created, so it can't follow this run: pass it to Trainer(callbacks=[...])."
             )
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self

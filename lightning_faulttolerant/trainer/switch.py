@@ -23,7 +23,7 @@ _ON = ("on", "manual")
 
 
 def callbacks_from_environment() -> list[FaultTolerance]:
-    """Return the callbacks to add to a Trainer that is being built.
+    """Return the callbacks to add to a Trainer that is being built: the environment's, and those inside others.
 
     Each of Lightning's packages calls this once per Trainer, through its own entry point group.
 
@@ -33,36 +33,43 @@ def callbacks_from_environment() -> list[FaultTolerance]:
     switch = read_switch()
     # A run that is switched off writes a ledger to be compared with one that is on.
     writes_ledger = switch == "off" and bool(os.environ.get(LEDGER_VARIABLE))
-    follow_trainer(is_on=switch in _ON)
+    held = follow_trainer(is_on=switch in _ON)
     if switch not in _ON and not writes_ledger:
-        return []
+        return held
     with without_collections():
         from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
 
         callback = FaultTolerance()
     callback.is_from_environment = True
-    return [callback]
+    return [*held, callback]
 
 
 _TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 
-def follow_trainer(*, is_on: bool) -> None:
+def follow_trainer(*, is_on: bool) -> list[FaultTolerance]:
     """Handle the notice for a Trainer that is being built with the callback. Otherwise give the signal back.
 
     Args:
         is_on: Whether the environment adds the callback.
+
+    Returns:
+        The callbacks of ours that other callbacks of the Trainer hold, in an attribute or in a list there.
     """
-    if is_on or _has_callback(_trainer_being_built()):
+    callbacks = getattr(_trainer_being_built(), "callbacks", [])
+    values = (value for callback in callbacks for value in vars(callback).values())
+    parts = (each for value in values for each in (value if isinstance(value, (list, tuple)) else [value]))
+    held = [each for each in parts if _is_ours(each)]
+    if is_on or any(_is_ours(each) for each in (*callbacks, *held)):
         EARLY.begin(os.environ, fit_follows=True)
     else:
         EARLY.give_back()
+    return [each for each in held if not any(each is callback for callback in callbacks)]
 
 
-def _has_callback(trainer: object) -> bool:
+def _is_ours(value: object) -> bool:
     module = sys.modules.get("lightning_faulttolerant.trainer.callback")
-    callbacks = getattr(trainer, "callbacks", ())
-    return module is not None and any(isinstance(callback, module.FaultTolerance) for callback in callbacks)
+    return module is not None and isinstance(value, module.FaultTolerance)
 
 
 def _trainer_being_built() -> object:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.process import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.processes import run
 from tests.runs import fit_net, make_trainer
 
 
@@ -84,20 +91,63 @@ def test_only_one_of_two_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert fitted([callback], tmp_path) == [tmp_path / "own" / "switch-both"]
 
 
-def test_one_inside_another_callback_is_refused(tmp_path: Path) -> None:
-    """A callback that only passes some hooks on to one that it holds is told so, in one sentence."""
+class Holds(Callback):
+    """Holds a callback of ours, and calls none of its hooks."""
 
-    class Holds(Callback):
-        def __init__(self) -> None:
-            self.held = FaultTolerance(tmp_path / "own")
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
+
+class PassesOn(Holds):
+    """Calls the hooks of the callback that it holds, as scripts do that know no better way."""
+
+    def setup(self, *arguments: Any, **named: Any) -> None:
+        self.held.setup(*arguments, **named)
+
+    def on_save_checkpoint(self, *arguments: Any) -> None:
+        self.held.on_save_checkpoint(*arguments)
+
+    def on_exception(self, *arguments: Any) -> None:
+        self.held.on_exception(*arguments)
+
+    def teardown(self, *arguments: Any, **named: Any) -> None:
+        self.held.teardown(*arguments, **named)
+
+
+@pytest.mark.parametrize("hold", [Holds, PassesOn, lambda ours: Holds([ours])])
+def test_one_inside_another_callback_works(hold: Callable[[FaultTolerance], Callback]) -> None:
+    """A callback that holds ours, and passes hooks on or not, protects a fit with a logger and checkpoints."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        held = [hold(each) if isinstance(each, FaultTolerance) else each for each in callbacks]
+        kept = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+        return fit_net([*held, kept], directory, enable_checkpointing=True, logger=CSVLogger(directory))
+
+    assert_resumes_exactly(fit, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 1})
+
+
+def test_a_held_one_stops_and_continues_in_its_files(tmp_path: Path) -> None:
+    """A fit whose callback is inside another one is stopped, and continues in the version of its logger."""
+
+    def fit(*faults: Callback) -> None:
+        held = Holds(FaultTolerance(run_id="held"))
+        fit_net([held, *faults], tmp_path, logger=CSVLogger(tmp_path), max_epochs=1)
+
+    assert run(lambda: fit(KillAt(3, signum=signal.SIGTERM))).exit_code == 143
+    assert "Resumed exactly before batch" in run(fit).output
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+
+
+def test_one_that_another_callback_creates_later_is_refused(tmp_path: Path) -> None:
+    """A callback of ours that nobody had when the Trainer was created is refused in one sentence."""
+
+    class Creates(PassesOn):
         def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.held.setup(trainer, pl_module, stage)
+            self.held = FaultTolerance(tmp_path / "own")
+            super().setup(trainer, pl_module, stage)
 
-    with pytest.raises(
-        UnsupportedTrainerError, match="is inside another callback, so Lightning would not call all of its hooks"
-    ):
-        fitted([Holds()], tmp_path)
+    with pytest.raises(UnsupportedTrainerError, match="nor held by one, when the Trainer was created"):
+        fitted([Creates(None)], tmp_path)
 
 
 def test_the_environments_acts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
