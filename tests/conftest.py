@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -216,3 +217,24 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let uploads to S3 send parts of the smallest size, in bytes."""
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART_BYTES})
     return _PART_BYTES
+
+
+class _Printer(logging.Handler):
+    """Prints each message to the error output of the process that logs it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"{self.format(record)}\n")
+
+
+@pytest.fixture
+def whole_reports() -> Iterator[None]:
+    """Let runs print what they log at ``DEBUG``: whole reports of resumes, with their notes."""
+    logger, printer = logging.getLogger("lightning_faulttolerant"), _Printer()
+    before = logger.level
+    logger.addHandler(printer)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    yield
+    logger.propagate = True
+    logger.setLevel(before)
+    logger.removeHandler(printer)

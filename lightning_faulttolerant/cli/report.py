@@ -55,7 +55,7 @@ _BAR_WIDTH = 24
 _MAX_END = 19
 _MIN_END = 8
 _MAX_CONTINUED = 10
-_MAX_SLOW = 5
+_MAX_TEXTS = 5
 _MAX_ROWS = 40
 _NUM_FIRST_ROWS = 5
 _RIGHT = ("#", "FIT", "LASTED", "FROM", "TO", "SAVES")
@@ -98,29 +98,33 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     ranks = list(dict.fromkeys(fit.num_ranks for fit in chapter.fits if fit.num_ranks is not None))
     if ranks and ranks != [1]:
         yield f"Ranks: {', then '.join(map(str, ranks))}."
-    texts = slow_texts(chapter.fits)
-    for text in texts[:_MAX_SLOW]:
-        yield from _wrapped(text)
-    if len(texts) > _MAX_SLOW:
-        yield f"{plural(len(texts) - _MAX_SLOW, 'more line')} about slow ranks: --json tells all."
-    for number, process in enumerate(chapter.processes, start=1):
-        for fit in process.fits:
-            if fit.resumed is not None and fit.resumed.not_exact:
-                yield from _wrapped(f"Process {number} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")
+    yield from _first_of(slow_texts(chapter.fits), "about slow ranks")
+    fits = [
+        (f"Process {number}", fit) for number, process in enumerate(chapter.processes, start=1) for fit in process.fits
+    ]
+    for name, fit in fits:
+        if fit.resumed is not None and fit.resumed.not_exact:
+            yield from _wrapped(f"{name} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")
     for text in skipped_texts(chapter):
         yield from _wrapped(text)
-    for number, process in enumerate(chapter.processes, start=1):
-        for fit in process.fits:
-            for unsaved in fit.unsaved:
-                yield from _wrapped(f"Process {number} {unsaved_text(unsaved, fit)}")
-    for number, process in enumerate(chapter.processes, start=1):
-        for fit in process.fits:
-            for text in fit.incidents:
-                yield from _wrapped(f"Process {number} {text}")
-    for number, process in enumerate(chapter.processes, start=1):
-        for fit in process.fits:
-            if fit.text and not (fit.reason or "").startswith("stopped by "):
-                yield from _wrapped(f"Process {number}: {fit.text}")
+    for name, fit in fits:
+        for unsaved in fit.unsaved:
+            yield from _wrapped(f"{name} {unsaved_text(unsaved, fit)}")
+    for name, fit in fits:
+        for text in fit.incidents:
+            yield from _wrapped(f"{name} {text}")
+    for name, fit in fits:
+        if fit.text and not (fit.reason or "").startswith("stopped by "):
+            yield from _wrapped(f"{name}: {fit.text}")
+    notes = dict.fromkeys(note for _, fit in fits if fit.resumed is not None for note in fit.resumed.notes)
+    yield from _first_of([f"Note: {note}" for note in notes], "of notes")
+
+
+def _first_of(texts: Sequence[str], about: str) -> Iterator[str]:
+    for text in texts[:_MAX_TEXTS]:
+        yield from _wrapped(text)
+    if len(texts) > _MAX_TEXTS:
+        yield f"{plural(len(texts) - _MAX_TEXTS, 'more line')} {about}: --json tells all."
 
 
 def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]:

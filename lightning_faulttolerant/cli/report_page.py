@@ -321,13 +321,13 @@ def _origin(fit: FitHistory | None) -> Child:
 
 
 def _restored(chapter: ChapterReport) -> Child:
-    """Return one line about the parts that every resumed fit restored exactly."""
-    resumed = [fit.resumed for fit in chapter.chapter.fits if fit.resumed is not None]
-    texts = [text for text in (resumed[0].exact if resumed else ()) if all(text in each.exact for each in resumed)]
+    """Return one line about the parts that every resumed fit restored."""
+    parts = [fit.resumed.restored for fit in chapter.chapter.fits if fit.resumed is not None]
+    texts = [text for text in (parts[0] if parts else ()) if all(text in each for each in parts)]
     if not texts:
         return None
-    often = "each time" if len(resumed) > 1 else ""
-    return tag("p", f"Restored exactly{' ' * bool(often)}{often}: ", ", ".join(texts), ".", class_="soft below")
+    often = " each time" if len(parts) > 1 else ""
+    return tag("p", f"Restored{often}: ", ", ".join(texts), ".", class_="soft below")
 
 
 def _steps(fits: Sequence[FitHistory]) -> Child:

@@ -14,7 +14,7 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
   of the last hang that a watcher of this run has noticed.
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
-  restoring), ``exact``, ``not_exact``, ``notes`` (lists of strings).
+  restoring), ``restored``, ``not_exact``, ``notes`` (lists of strings).
   A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
   taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background),
@@ -140,8 +140,8 @@ class Resumed:
         path: The checkpoint.
         position: Where it was taken, in words.
         seconds: How long restoring took, until the first batch could be fetched.
-        exact: What continued exactly.
-        not_exact: What did not, each with the reason.
+        restored: The parts that were restored.
+        not_exact: What did not continue exactly, each with the reason.
         notes: What is worth knowing.
         continues: Whether it continues where this run was; if not, it begins a new run from a given checkpoint.
     """
@@ -149,7 +149,7 @@ class Resumed:
     path: str
     position: str
     seconds: float
-    exact: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
     not_exact: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     continues: bool = True

@@ -240,7 +240,7 @@ class _Reader:
                 path=_text(resumed, "path"),
                 position=_text(resumed, "position"),
                 seconds=max(_number(resumed.get("seconds")) or 0.0, 0.0),
-                exact=_texts(resumed, "exact"),
+                restored=_texts(resumed, "restored"),
                 not_exact=_texts(resumed, "not_exact"),
                 notes=_texts(resumed, "notes"),
                 continues=continues,

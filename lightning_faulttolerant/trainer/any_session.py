@@ -6,6 +6,8 @@ If an exception ends them, what can still be saved is saved, and the exception i
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Method, Patches, then
@@ -41,7 +44,7 @@ def end_interrupted(
     boundary: Boundary | None,
     autosaver: Autosaver,
     exception: BaseException,
-    resumed_from: str | None,
+    beginning: Beginning,
 ) -> None:
     """Save what can be saved of a fit that an exception ended, and report it.
 
@@ -50,29 +53,33 @@ def end_interrupted(
         boundary: The object that saves the fit, or ``None`` if nothing is to be saved.
         autosaver: The fit's autosaver. It may still be writing in the background.
         exception: The exception that ended the fit.
-        resumed_from: The checkpoint that the fit started from, if any.
+        beginning: Knows what the fit started from, and where it saves.
     """
     autosaver.settle()
-    if isinstance(exception, NotExactError) and resumed_from is None and _has_trained_nothing(trainer):
+    position = position_of(trainer, BOUNDARY)
+    has_trained = position.epoch or position.batch
+    if isinstance(exception, NotExactError) and beginning.source is None and not has_trained:
         autosaver.set_aside()  # the mended script would be refused: its settings may differ
         return
     is_stop = isinstance(exception, TrainingStopped)
-    if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
+    if boundary is not None and not (is_stop and boundary.is_settled(position)):
         _save(boundary, autosaver, exception)
     if isinstance(exception, TrainingStopped):
-        tell_stopped(exception, autosaver.pace.saved, resumed_from)
+        tell_stopped(exception, autosaver.pace.saved, beginning)
 
 
-def _has_trained_nothing(trainer: Trainer) -> bool:
-    position = position_of(trainer, BOUNDARY)
-    return not (position.epoch or position.batch)
+_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""Variables that show that somebody typed another command than that of this process."""
 
 
-def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, resumed_from: str | None) -> None:
-    """Print where a stopped run will continue: at its last save, or else where this start began."""
-    start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
-    place = start if saved is None else str(saved)
-    tell(f"\n{exception.reason}. Run the same command again to continue {place}.")
+def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, beginning: Beginning) -> None:
+    """Print what is saved of a stopped run, what to type, and where its files are."""
+    start, directory = start_of_process(sys.argv, os.environ), beginning.place.directory
+    is_unknown = start.is_one_of_many or any(name in os.environ for name in _OF_LAUNCHERS)
+    command = "run the same command again" if is_unknown else f"type: {start.command.line()}"
+    place = "" if saved is not None else f" from {beginning.source or 'the beginning'}"
+    what = "This start has saved nothing" if saved is None else f"The state {saved} is saved"
+    tell(f"{exception.reason}. {what} in {directory}. To continue{place}, {command}")
 
 
 def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) -> None:
@@ -82,18 +89,12 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
     except Exception as error:  # noqa: BLE001 - the user must see the original exception, and the last autosave exists
         rank_zero_warn(f"{name}: the state could not be saved: {error!r}. The last autosave stays.")
         return
+    unsaved = pace.unsaved if is_tried else ""
     if isinstance(exception, TrainingStopped):
-        say_unsaved(exception, pace.unsaved if is_tried else "")
-    elif is_tried and pace.unsaved:
-        tell(f"\n{name}: {pace.unsaved}.")
-    else:
-        tell(f"\n{name}: {_what_there_is(pace.saved, is_new=is_tried)}.")
-
-
-def _what_there_is(position: TrainerPosition | None, *, is_new: bool) -> str:
-    if position is None:
-        return "no autosave has been written since this start"
-    return f"the state {position} is saved" if is_new else f"the last autosave, {position}, stays"
+        say_unsaved(exception, unsaved)
+        return
+    kept = f"the state {pace.saved} is saved" if is_tried else f"the last autosave, {pace.saved}, stays"
+    tell(f"{name}: {unsaved or ('no autosave has been written since this start' if pace.saved is None else kept)}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import worded
@@ -12,9 +14,11 @@ _package = logging.getLogger("lightning_faulttolerant")
 
 
 def tell(text: str) -> None:
-    """Print `text` on rank zero, unless the user has set the level of our logger above ``INFO``.
+    """Print `text` on rank zero, above a tqdm bar, unless the user has set the level of our logger above ``INFO``.
 
     Lightning's logger prints it: by default, Python shows only the warnings of all other loggers.
     """
     if _package.level <= logging.INFO and not _package.disabled:  # it is 0 if nothing has set it
-        rank_zero_info(worded(text))
+        with Tqdm.external_write_mode(nolock=False):
+            is_in_line = type(sys.stderr).__module__.startswith("rich.")  # the cursor stands after a live bar of rich
+            rank_zero_info("%s%s", "\n" if is_in_line else "", worded(text))

@@ -113,14 +113,14 @@ class Session(AnySession):
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
 
     def _save_interrupted(self, exception: BaseException) -> None:
-        saves, source = replay_requested() is None, self._beginning.source
+        saves = replay_requested() is None
         if self._recorder is not None:
             self._recorder.interrupt(exception)
         if self._training is not None:
             boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
-            end_interrupted(self.trainer, boundary if saves else None, autosaver, exception, source)
+            end_interrupted(self.trainer, boundary if saves else None, autosaver, exception, self._beginning)
         elif isinstance(exception, TrainingStopped):
-            tell_stopped(exception, None, source)
+            tell_stopped(exception, None, self._beginning)
 
     def _close_own(self) -> None:
         if self._training is not None:

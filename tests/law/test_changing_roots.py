@@ -141,6 +141,7 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("whole_reports")
 @pytest.mark.parametrize("case", CASES)
 def test_files_stay_with_the_first_start(case: str, tmp_path: Path) -> None:
     """A run that is killed twice leaves the uninterrupted run's files in its first directory, and none elsewhere."""
@@ -168,6 +169,7 @@ def test_script_reads_all_rows_in_one_file(tmp_path: Path) -> None:
     assert found == rows(starts.places["whole"]["log_dir"])
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_paths_outside_are_left_alone(tmp_path: Path) -> None:
     """Paths that are the same at each start are kept; others are new, and the report says so."""
     outside = tmp_path / "outside"

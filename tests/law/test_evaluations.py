@@ -745,7 +745,7 @@ def test_weights_in_shards_that_change(tmp_path: Path) -> None:
         "The next start repeats the batches since its last autosave: it has changed weights that are in shards"
         in output.read_text()
     )
-    assert "to continue before batch 0 of test" in output.read_text()
+    assert "The state before batch 0 of test is saved in" in output.read_text()
 
 
 WITHOUT = {"rng": "test", "metrics": "test", "results": "test", "loaders": "predict", "objects": "test", "held": ""}

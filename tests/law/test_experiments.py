@@ -120,6 +120,7 @@ def test_mlflow_is_killed_while_a_stop_lasts_and_running_again(tmp_path: Path) -
     assert [run["status"] for run in runs_of(tmp_path).values()] == ["FINISHED"]
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_mlflow_keeps_the_first_value_of_a_parameter(tmp_path: Path) -> None:
     """A hyperparameter that may differ is left out and named, since MLflow refuses another value of a parameter."""
 

@@ -154,8 +154,8 @@ def test_stop_that_can_not_be_saved_says_what_is_lost(tmp_path: Path) -> None:
     assert ended.exit_code == 74, ended.output
     expected = (
         r"Stopped by SIGTERM before batch 2 of epoch 1\. The state could not be saved: OSError: \[Errno 28\][^\n]*\."
-        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. Run the same command again to continue"
-        r" before batch 5 of epoch 0\."
+        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. The state before batch 5 of epoch 0 is"
+        rf" saved in {tmp_path}[^\n]*\. To continue, type: "
     )
     assert re.search(expected, ended.output), ended.output
     assert ended.output.count("could not be saved") == 2

@@ -37,6 +37,7 @@ def killed_and_restarted(directory: Path, first: dict[str, Any], then: dict[str,
     return run(lambda: train(directory, then, **options), seed=99)
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_text_that_differs_is_a_note(tmp_path: Path) -> None:
     """The run resumes exactly, and the report names both values."""
     for name in ("whole", "killed"):
@@ -60,6 +61,7 @@ def test_other_values_are_refused_with_what_to_do(values: Any, tmp_path: Path) -
     assert autosaves(tmp_path) != []
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_what_was_accepted_once_stays_accepted_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that differs at each start, or values below a name, are accepted once; each report tells of them."""
     values = [{"start": number, "o": {"times": {"a": number}, "rate": 1}} for number in range(3)]

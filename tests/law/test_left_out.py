@@ -228,8 +228,6 @@ def test_states_that_a_hook_changes_in_a_users_checkpoint_are_named(tmp_path: Pa
     report = fit("lax", tmp_path / "first" / "empty-optimizers.ckpt", strict=False).resume_report
     assert report is not None
     assert [line.partition(":")[0] for line in report.not_exact] == ["optimizers 0"]
-    assert "optimizers" not in report.exact
-    assert "schedulers" in report.exact
 
 
 @pytest.mark.parametrize("module", [DropsStates, ThinsStates])

@@ -129,6 +129,7 @@ def test_several_loggers_continue(tmp_path: Path) -> None:
         assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
     """If the script logs before fit, the run continues in its version, and the report names the version begun."""
 

@@ -99,7 +99,7 @@ def test_resumed_fit_does_not_write_what_it_has_read(tmp_path: Path) -> None:
     assert told(tmp_path, "names") == [before]
     stopped = run(lambda: fit_eight([protected(), KillAt(0, signum=signal.SIGTERM)], tmp_path), seed=6)
     assert "Resumed exactly before batch 3 of epoch 0" in stopped.output
-    assert "continue before batch 4 of epoch 0" in stopped.output
+    assert "The state before batch 4 of epoch 0 is saved in" in stopped.output
 
 
 def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path: Path) -> None:

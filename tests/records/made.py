@@ -76,7 +76,7 @@ class Story:
         told = None
         if resumed is not None:
             path = f"/runs/run/fit-{self.fit}/{name}"
-            told = {"path": path, "position": "somewhere", "seconds": resumed, "exact": ["weights"]}
+            told = {"path": path, "position": "somewhere", "seconds": resumed, "restored": ["weights"]}
             told = {**told, "not_exact": [], "notes": []}
         place = self.place if evaluated is None else {**self.place, "num_validated": evaluated}
         return self._add(START, **place, num_ranks=1, continues=continues and told is not None, resumed=told)

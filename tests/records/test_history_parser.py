@@ -46,7 +46,7 @@ def test_what_was_restored_is_read() -> None:
     resumed = chapters_of(story)[0].processes[1].fits[0].resumed
     assert resumed is not None
     assert (resumed.path, resumed.position) == ("/runs/run/fit-1/autosave-00000001.ckpt", "somewhere")
-    assert (resumed.seconds, resumed.exact, resumed.not_exact, resumed.continues) == (2.5, ("weights",), (), True)
+    assert (resumed.seconds, resumed.restored, resumed.not_exact, resumed.continues) == (2.5, ("weights",), (), True)
 
 
 def test_start_after_the_end_of_a_script_is_a_new_chapter() -> None:

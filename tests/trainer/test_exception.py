@@ -46,10 +46,10 @@ def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
     """After a stop in the sanity check, the next start begins where this one did: at the beginning or a checkpoint."""
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
         fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path)
-    assert "Run the same command again to continue from the beginning." in caplog.text
+    assert f"This start has saved nothing in {tmp_path}/run. To continue from the beginning, type: " in caplog.text
     from_checkpoint = tmp_path / "given.ckpt"
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(from_checkpoint)
     caplog.clear()
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
         fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path, ckpt_path=from_checkpoint)
-    assert f"Run the same command again to continue from {from_checkpoint}." in caplog.text
+    assert f"To continue from {from_checkpoint}, type: " in caplog.text

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import struct
 import sys
@@ -34,7 +35,7 @@ BARS: dict[str, Callable[[], list[Callback]]] = {
     "none": list,
 }
 ROWS, COLUMNS = 200, 120
-OURS = ("Resuming from", "Resumed exactly", "  from ", "  exact ", "Stopped by")
+OURS = ("Resumed exactly", "A kill repeats at most", "Stopped by")
 
 
 class Screen:
@@ -98,9 +99,17 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
     for text in OURS:
         assert any(line.startswith(text) for line in lines), (text, lines)
         assert not [line for line in lines if text in line.lstrip() and not line.startswith(text)], lines
-    assert [line.rstrip() for line in lines if line.startswith("Stopped by")] == [
-        "Stopped by SIGTERM before batch 4 of epoch 0. Run the same command again to continue"
-        " before batch 4 of epoch 0."
+    told = [line.rstrip() for line in lines if line.startswith(OURS)]
+    place = "before batch 4 of epoch 0"
+    saved = f"{tmp_path}/fault_tolerance/terminal"
+    words = shlex.join(sys.orig_argv)
+    most = "A kill repeats at most 1 step of training; every_n_train_steps changes that."
+    assert told == [
+        most,
+        f"Stopped by SIGTERM {place}. The state {place} is saved in {saved}. To continue, type: {words}",
+        f"Resumed exactly {place}, global step 4, from {saved}/fit-1/autosave-00000005-epoch=0-batch=4.ckpt. To start "
+        f"over instead, type: lightning-faulttolerant discard {saved}",
+        most,
     ]
     assert bar == "none" or any("Epoch 0" in line for line in lines)
 

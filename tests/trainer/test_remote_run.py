@@ -184,7 +184,7 @@ class SavesForSlurm(Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt")
 
 
-@pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further than")])
+@pytest.mark.parametrize(("every", "taken"), [(1, "Resumed exactly"), (1_000, "is further than")])
 def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3: str, every: int, taken: str) -> None:
     """Below a URL too, the run resumes from a checkpoint of Lightning's or our autosave, whichever is further."""
 

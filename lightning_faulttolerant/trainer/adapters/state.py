@@ -411,13 +411,6 @@ def _unpacked(values: Any) -> list[Any]:
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-@contextlib.contextmanager
-def above_the_bar() -> Iterator[None]:
-    """Print the lines that are written inside this context above a tqdm bar rather than into it."""
-    with Tqdm.external_write_mode(nolock=False):
-        yield
-
-
 def continue_bar_at(trainer: Trainer, position: TrainerPosition) -> None:
     """Start the trainer's bar in the middle of an epoch, at `position`.
 

@@ -21,7 +21,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
-from lightning_faulttolerant.trainer.adapters.state import above_the_bar, begin_evaluation_bar, swap_for_validation
+from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.saving import (
     DEALT,
@@ -34,7 +34,6 @@ from lightning_faulttolerant.trainer.evaluation.saving import (
     states_after,
 )
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
-from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
@@ -48,7 +47,7 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
-from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all, tell_resumed
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
@@ -330,7 +329,7 @@ class EvaluationResume:
         self._fingerprint = fingerprint
         self._trust = trust
         self._predictions = predictions
-        self._comparison = Comparison(saved.path, strict=False, is_elastic=False, warns=False)
+        self._comparison = Comparison(saved.path, strict=False, is_elastic=False)
         self._patches = patches
         self._report: ResumeReport | None = None
         self._reasons: tuple[str, ...] = ()
@@ -475,7 +474,7 @@ class EvaluationResume:
             batch=position.batch,
             global_step=position.global_step,
             num_validated=position.validation_batch,
-            exact=tuple(TITLES[name] for name in TITLES if name in self._saved.state),
+            restored=tuple(TITLES[name] for name in TITLES if name in self._saved.state),
             objects=objects,
             inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
             notes=(
@@ -486,5 +485,4 @@ class EvaluationResume:
             seconds=time.monotonic() - self._saved.began,
         )
         self._saved.forget()
-        with above_the_bar():
-            tell(f"{self.report}")
+        tell_resumed(self.report or self._report, is_own=True)

@@ -399,7 +399,7 @@ class EvaluationSession(AnySession):
 
     def _save_interrupted(self, exception: BaseException) -> None:
         if isinstance(exception, TrainingStopped):  # if not, the last autosave stays
-            tell_stopped(exception, None if self._begun is None else self._begun.saver.saved, self._beginning.source)
+            tell_stopped(exception, None if self._begun is None else self._begun.saver.saved, self._beginning)
 
     def _close_own(self) -> None:
         self._begun = None

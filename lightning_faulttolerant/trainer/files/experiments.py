@@ -67,7 +67,9 @@ class Experiments:
         self._followers: dict[int, _ServiceFollower] = {}
         self._resumed: list[tuple[str, _ServiceFollower, Mapping[str, object]]] = []
         self.notes: list[str] = []
-        """What a user should know about loggers that could not continue, and about missing or duplicate rows."""
+        """What is lost, split, or logged twice, because a logger could not continue."""
+        self.moved: list[str] = []
+        """Which runs continue in place of those that the script began."""
 
     def tell_unknown(self) -> None:
         """Name the loggers that will not continue in their run, once. Call it before they begin."""
@@ -145,7 +147,7 @@ class Experiments:
             return False
         else:
             logger.experiment.set_terminated(own, _KILLED)
-            self.notes.append(f"{key} began the run {own} before the fit; it continues in the run {run_id}")
+            self.moved.append(f"{key} began the run {own} before the fit; it continues in the run {run_id}")
         compat.set_run_id(logger, run_id)
         return True
 

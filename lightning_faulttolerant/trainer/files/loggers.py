@@ -53,7 +53,9 @@ class LoggerFiles:
         self._undo = contextlib.ExitStack()
         self._is_starting = True
         self.notes: list[str] = []
-        """What a user should know about loggers that could not continue."""
+        """What is lost or split, because a logger could not continue."""
+        self.moved: list[str] = []
+        """Where loggers continue that began somewhere else."""
 
     def resume(
         self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = (), moves: Moves | None = None
@@ -110,9 +112,9 @@ class LoggerFiles:
             self.notes.append(f"{key} begins new files: {state['log_dir']} does not exist anymore")
             return False
         if compat.has_begun(logger) and (save_dir is not None or logger.version != state["version"]):
-            self.notes.append(f"{key} began {logger.log_dir} before the fit; it continues in {state['log_dir']}")
+            self.moved.append(f"{key} began {logger.log_dir} before the fit; it continues in {state['log_dir']}")
         if save_dir is not None:
-            self.notes.append(
+            self.moved.append(
                 f"{key} continues in {state['log_dir']}, where the first start of the run logged, not in {root}"
             )
             self._undo.callback(compat.set_save_dir(logger, save_dir))

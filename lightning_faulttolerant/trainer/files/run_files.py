@@ -112,7 +112,8 @@ class RunFiles:
     @property
     def notes(self) -> list[str]:
         """What a user should know about files that could not continue, or that continue in another directory."""
-        return [*self._loggers.notes, *self.experiments.notes, *self._checkpoints.notes]
+        lost = (*self._loggers.notes, *self.experiments.notes)
+        return [*lost, *self._loggers.moved, *self.experiments.moved, *self._checkpoints.notes]
 
     def follow(self) -> None:
         """Begin to notice writes."""
@@ -181,6 +182,8 @@ class RunFiles:
         self._loggers.settle()
         self.experiments.settle()
         self._checkpoints.settle()
+        for note in (*self._loggers.notes, *self.experiments.notes):
+            _log.warning("%s.", note)
 
     def put_back(self) -> None:
         """Undo the changes: the run has not resumed."""

@@ -35,10 +35,10 @@ from lightning_faulttolerant.trainer.identity.fingerprint import (
 from lightning_faulttolerant.trainer.identity.starts import (
     ProcessStart,
     autosaves_of,
+    discard_line,
     hydra_config,
     read_record,
     registry_of_process,
-    start_directory,
     start_of_process,
     write_record,
 )
@@ -57,7 +57,6 @@ from lightning_faulttolerant.trainer.run.directory import (
 )
 from lightning_faulttolerant.trainer.settings import Options
 
-_PROGRAM = "lightning-faulttolerant"
 _MAX_LINES = 3
 
 
@@ -133,18 +132,8 @@ def advise(exception: BaseException, choice: Choice | None) -> None:
     exception.args = (
         f"{exception}\n"
         f"To continue the interrupted run, undo the change and type: {record.command.line()}\n"
-        f"To start over, type: {discard_line(directory)}",
+        f"To start over, type: {discard_line(path)}",
     )
-
-
-def discard_line(directory: str) -> str:
-    """Return the command that lets a run start over.
-
-    Args:
-        directory: The directory of the run.
-    """
-    has_registry = registry_of_process(start_directory(os.environ)) is not None
-    return f"{_PROGRAM} discard {shlex.quote(os.path.basename(directory) if has_registry else directory)}"
 
 
 def _newest(directory: str) -> tuple[float, str]:
@@ -265,11 +254,6 @@ class Finder:
             tell_passed_over(match, run_id=os.path.basename(run.directory))
             if len(run.begun) == 1:
                 tell_interrupted(self._interrupted(run), self._start.command)
-        elif not match.is_finished and self._options.auto_resume:
-            tell(
-                f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
-                f" {discard_line(run.directory)}"
-            )
         return FoundFit(run=run, series=series, number=match.number, start=start)
 
     def look(self) -> str | None:

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 import sysconfig
 from collections.abc import Mapping
@@ -234,6 +235,14 @@ def registry_of_process(start_directory: str) -> Registry | None:
     if os.environ.get(DRILL_VARIABLE):
         return None
     return registry_at(start_directory) if os.environ.get(VARIABLE) or _OF_PYTEST not in os.environ else None
+
+
+def discard_line(autosave: str) -> str:
+    """Return the command that lets the run of an autosave start over."""
+    directory = autosave.rpartition("/")[0].rpartition("/")[0]
+    has_registry = registry_of_process(start_directory(os.environ)) is not None
+    run = os.path.basename(directory) if has_registry else directory
+    return f"lightning-faulttolerant discard {shlex.quote(run)}"
 
 
 def unregister(directory: str) -> None:

@@ -321,8 +321,6 @@ class Objects:
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
         lost += self._load_stores(state.get(STORES, {}))
         lost += current.load_state_dict(_without_callbacks(state, keep=self._roots.callbacks.keys()))
-        for line in lost:
-            _log.warning("The run was resumed without %s", line)
         return lost
 
     def _load_stores(self, states: Mapping[str, Any]) -> list[str]:

@@ -37,7 +37,6 @@ from lightning_faulttolerant.state.tensors import load_buffers, shard_of, sums_o
 from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.compat import put_checkpoint
 from lightning_faulttolerant.trainer.files.run_files import part_of
-from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.stored_shards import fetched, safely_unpickled, send_checkpoint
@@ -309,7 +308,6 @@ def load_checkpoint(
     """
     loads_itself = trainer.strategy.restore_checkpoint_after_setup
     if choice.checkpoint is not None and not loads_itself:
-        tell(f"Resuming from {choice.path}")
         put_checkpoint(trainer, str(choice.path), choice.checkpoint)
         return
     part = (choice.part or part_of(choice.path)) if loads_itself else None

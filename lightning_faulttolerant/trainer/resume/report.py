@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
+from lightning_faulttolerant.trainer.identity.starts import discard_line
+from lightning_faulttolerant.trainer.log import tell
+
+_log = logging.getLogger(__name__)
+
+_MAX_REASONS = 3
 
 LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
@@ -15,16 +21,6 @@ NO_PART = (
     "logged values of the epoch start again, as with Lightning alone"
 )
 """The reason that a report gives for a checkpoint that this package did not write."""
-ORDER, OBJECTS = "order of samples and workers", "object state"
-"""The names in a report for the places of loaders, and for the user's objects that training has changed."""
-# How a reason about a part begins, if it does not begin with the part's own name.
-_ABOUT = {
-    "weights": r"module\.|.* can't be restored exactly: |.* has changed .* the load of the checkpoint",
-    "optimizers": r"optimizers\.|while training, optimizer ",
-    "schedulers": r"while training, scheduler |.*, and schedulers that wait for a value",
-    "trainer attributes": r"trainer\.",
-    ORDER: r"(Loader )?(train|validation)/\d",
-}
 
 
 def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
@@ -43,7 +39,7 @@ class ResumeReport:
         epoch: The epoch that the fit continues in.
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
-        exact: The parts that continue exactly, each with a short description.
+        restored: The parts that were restored, exactly but for what `not_exact` and `objects` name.
         num_validated: How many batches of a validation run, or of an evaluation, had been consumed; ``None`` outside.
         not_exact: The parts that do not, each with the reason.
         objects: The object state that does not, each with the reason.
@@ -57,7 +53,7 @@ class ResumeReport:
     epoch: int
     batch: int
     global_step: int
-    exact: tuple[str, ...]
+    restored: tuple[str, ...]
     num_validated: int | None = None
     not_exact: tuple[str, ...] = ()
     objects: tuple[str, ...] = ()
@@ -87,11 +83,7 @@ class ResumeReport:
 
     def as_known_now(self, not_exact: Collection[str], loaders: Collection[str]) -> ResumeReport:
         """Return the report with all reasons that are known now, those of loaders apart: a worker may tell late."""
-        reasons = (*not_exact, *loaders)
-        lost = {part for part, pattern in _ABOUT.items() if any(re.match(pattern, reason) for reason in reasons)}
-        lost |= ({ORDER} if loaders else set()) | ({OBJECTS} if self.objects else set())
-        exact = (part for part in self.exact if part not in lost and not any(one.startswith(part) for one in reasons))
-        return replace(self, exact=tuple(exact), not_exact=reasons)
+        return replace(self, not_exact=(*not_exact, *loaders))
 
     @classmethod
     def load(cls, fields: Mapping[str, object] | None) -> ResumeReport | None:
@@ -102,19 +94,34 @@ class ResumeReport:
         return cls(**own)
 
     @property
-    def _verdict(self) -> str:
-        if self.not_exact or self.inherited:
-            return " NOT EXACTLY"
-        number = len(self.objects)
-        return f", except for {number} object{'s' if number > 1 else ''}," if number else " exactly"
+    def title(self) -> str:
+        """Whether the fit continues exactly, and where."""
+        verdict = "exactly" if self.is_exact else "NOT EXACTLY"
+        return f"Resumed {verdict} {self.position}, global step {self.global_step}"
 
     def __str__(self) -> str:
         lines = [
-            f"Resumed{self._verdict} {self.position}, global step {self.global_step}, in {self.seconds:.2f} s",
+            f"{self.title}, in {self.seconds:.2f} s",
             f"  from      {self.path}",
-            f"  exact     {', '.join(self.exact)}",
+            f"  restored  {', '.join(self.restored)}",
         ]
         lines += [f"  NOT EXACT {line}" for line in (*self.inherited, *self.not_exact)]
         lines += [f"  WITHOUT   {line}" for line in self.objects]
         lines += [f"  note      {line}" for line in self.notes]
         return "\n".join(lines)
+
+
+def tell_resumed(report: ResumeReport, arithmetic: Sequence[str] = (), *, is_own: bool) -> None:
+    """Print what is resumed, from where, and in a second line what is not exact; the log has all of it at ``DEBUG``.
+
+    Args:
+        report: The report.
+        arithmetic: Its notes on why sums may differ although the state is exact.
+        is_own: Whether the checkpoint is an autosave of the run that continues.
+    """
+    reasons = report.all_not_exact or arithmetic
+    more = f"; {len(reasons) - _MAX_REASONS} more in the report" if len(reasons) > _MAX_REASONS else ""
+    second = f"\n  {'note' if report.is_exact else 'NOT EXACT'} {'; '.join(reasons[:_MAX_REASONS])}{more}"
+    advice = f". To start over instead, type: {discard_line(report.path)}" if is_own else ""
+    tell(f"{report.title}, from {report.path}{advice}{second if reasons else ''}")
+    _log.debug("%s", report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.state.objects.object_state import filled_in
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import (
-    above_the_bar,
     continue_bar_at,
     restore_best_models,
     why_ended,
@@ -30,7 +28,6 @@ from lightning_faulttolerant.trainer.adapters.state import (
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
-from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.objects import DRAWN, refuse_lost
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
@@ -40,7 +37,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all, tell_resumed
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -49,11 +46,10 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     as_carried_over,
     differences,
     surroundings,
+    warn_late,
 )
 from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState, put_instead
 from lightning_faulttolerant.trainer.settings import Options
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +126,7 @@ class Resume:
         self._differences = _Differences(
             ranks=ranks,
             all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic, accepted=options.accepted),
-            of_settings=Comparison(self._path, strict=False, is_elastic=True, warns=False) if is_branch else None,
+            of_settings=Comparison(self._path, strict=False, is_elastic=True) if is_branch else None,
         )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
@@ -319,6 +315,8 @@ class Resume:
             self._trainer.should_stop = self._content.state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
+        not_exact = self._differences.all.not_exact
+        num_known = len(not_exact)
         if saved is not None:
             self._differences.all.compare_loader(
                 place,
@@ -330,6 +328,8 @@ class Resume:
                 saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
                 restored=filled_in(self.saved(OBJECTS)),
             )
+        if not self.is_pending:
+            warn_late(not_exact[num_known:])
 
     def put_back_drawn(self) -> None:
         """Restore what the script drew before the first start. Call this before anything is iterated over.
@@ -351,8 +351,6 @@ class Resume:
             raise NotExactError(
                 f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Undo this, or pass strict=False."
             )
-        for reason in reasons:
-            _log.warning("%s can't be resumed exactly: %s", self._path, reason)
         self._differences.all.not_exact += reasons
 
     def _fails(self, reason: str, *, remedy: str | None = None) -> None:
@@ -361,7 +359,6 @@ class Resume:
             autosave = "an autosave" if nearest is None else f"the autosave {nearest}"
             remedy = remedy or f"Resume from {autosave}"
             raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
-        _log.warning(reason)
         self._differences.all.not_exact.append(reason)
 
     @property
@@ -465,19 +462,19 @@ class Resume:
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         parent = self.parent
         branched = () if parent is None or self._differences.of_settings is None else parent.changed
-        notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
+        branched = tuple(f"changed on this branch: {line}" for line in branched)
+        arithmetic = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, self.position),
             global_step=self._trainer.global_step,
-            exact=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
+            restored=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
             objects=without,
             inherited=tuple(self.owed(NOT_EXACT) or ()),
-            notes=(*notes, *self.notes, *self._files.notes, *(f"changed on this branch: {line}" for line in branched)),
+            notes=(*arithmetic, *self.notes, *self._files.notes, *branched),
             seconds=time.monotonic() - self._began,
         )
         self._report, self._content.state, self._content.callback_states = report, {}, {}
-        with above_the_bar():
-            tell(f"{self.report}")
+        tell_resumed(self.report or report, arithmetic, is_own=self._choice.is_autosave and not self._choice.parent)
         if (position := self.position) is not None and position.is_in_epoch:
             continue_bar_at(self._trainer, position)

@@ -141,7 +141,7 @@ class Branch:
             batch=position.batch,
             global_step=position.global_step,
         )
-        tell(f"This run is a branch of {parent.run_id}, and begins from its {parent.place}: {path}")
+        tell(f"This run is a branch of {parent.run_id}, and begins from its {parent.place}.")
         return Choice(path=path, origin=origin_of(given), checkpoint=checkpoint, is_autosave=True, parent=parent)
 
     def _moved(self, path: str) -> str:

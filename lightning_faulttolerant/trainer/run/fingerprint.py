@@ -16,7 +16,7 @@ import platform
 import shlex
 import sys
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -36,7 +36,6 @@ from lightning_faulttolerant.streaming import is_stream
 from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
-from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
 from lightning_faulttolerant.trainer.run.changes import Hyperparameters, is_below, plain
 
@@ -63,6 +62,12 @@ def surroundings(trainer: Trainer) -> dict[str, object]:
     }
 
 
+def warn_late(lines: Iterable[str]) -> None:
+    """Warn of differences that become known when the report of the resume is already printed."""
+    for line in lines:
+        _log.warning("NOT EXACT since the resume: %s", line)
+
+
 class Comparison:
     """Compares one checkpoint with one run.
 
@@ -71,17 +76,13 @@ class Comparison:
         strict: Whether a difference is an error.
         is_elastic: Whether a different number of workers is not an error.
         accepted: The names of differences that are never an error, with dots for nested ones.
-        warns: Whether a difference that is not an error is a warning.
     """
 
-    def __init__(
-        self, path: str, *, strict: bool, is_elastic: bool, accepted: Collection[str] = (), warns: bool = True
-    ) -> None:
+    def __init__(self, path: str, *, strict: bool, is_elastic: bool, accepted: Collection[str] = ()) -> None:
         self._path = path
         self._strict = strict
         self._is_elastic = is_elastic
         self._accepted = accepted
-        self._warns = warns
         self.not_exact: list[str] = []
         """The differences that are not an error."""
         self.notes: list[str] = []
@@ -158,16 +159,14 @@ class Comparison:
 
     def _take_late(self, outcome: DrawnOutcome) -> None:
         for note in outcome.notes:  # the report exists already
-            tell(f"After the resume, {note}")
+            _log.debug("After the resume, %s", note)
         self._take(outcome.differences, remedy=SEED_THEM)
+        warn_late(outcome.differences)
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
         refused = [line for line in lines if not is_below(line.partition(": ")[0], self._accepted)]
         if refused and self._strict:
             raise _mismatch(refused, path=self._path, remedy=remedy)
-        if self._warns:
-            for line in lines:
-                _log.warning("%s differs: %s", self._path, line)
         self.not_exact += lines
 
 

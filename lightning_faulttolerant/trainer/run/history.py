@@ -221,7 +221,7 @@ class HistoryWriter:
         if START in self._noted:
             return
         self._noted.add(START)
-        names = ("path", "position", "seconds", "exact", "not_exact", "notes")
+        names = ("path", "position", "seconds", "restored", "not_exact", "notes")
         resumed = None
         if report is not None:
             told = {**asdict(report), "not_exact": report.all_not_exact, "seconds": round(report.seconds, 6)}

@@ -79,21 +79,11 @@ class Outage:
         self._text, self._since = failure, time.time() if is_first else self._since
         self._tell(None, self.num_failures)
         if is_first and self._speaks and not is_last:
-            self._warn(failure, position, saved)
-
-    def _warn(self, failure: str, position: TrainerPosition, saved: TrainerPosition | None) -> None:
-        if saved is None:
+            what = "No autosave exists yet." if saved is None else f"The last autosave, {saved}, stays."
             _log.warning(
-                "The state %s could not be saved: %s. No autosave exists yet. The run continues, and each due save "
-                "tries again.",
-                position, failure,
+                "The state %s could not be saved: %s. %s The run continues, and each due save tries again.",
+                position, failure, what,
             )  # fmt: skip
-            return
-        _log.warning(
-            "The state %s could not be saved: %s. The last autosave, %s, stays. The run continues, and each due save "
-            "tries again.",
-            position, failure, saved,
-        )  # fmt: skip
 
     def end(self) -> None:
         """Note that a save has succeeded. The thread that writes in the background calls this, too."""
@@ -290,6 +280,11 @@ class Budget:
         )
         self.save_at = min(due.warm_up, due.paced)
 
+    @property
+    def longest_wait(self) -> float:
+        """How long to wait for a save after the warm-up; 0 as long as its cost is not known."""
+        return self._wait(self._costs.typical(self.failures.save_seconds))
+
     def _wait(self, save_seconds: float) -> float:
         """Return how long to wait after a save for the next one, after the warm-up."""
         if self.failures.number:
@@ -372,6 +367,7 @@ class Pace:
         self.saved: TrainerPosition | None = None
         """Where the last written and verified autosave was taken."""
         self._taken = _Taken(trainer, self.now())
+        self._has_told = False
 
     def now(self) -> float:
         """Return the time of the clock, for the arguments called `began`."""
@@ -390,9 +386,8 @@ class Pace:
     @property
     def due_at(self) -> float:
         """The time of the clock until which no autosave is due. A boundary need not check before."""
-        if self.is_urgent:
-            return float("-inf")
-        return self.budget.save_at if self._options.is_paced else self._requested.due_at
+        at = self.budget.save_at if self._options.is_paced else self._requested.due_at
+        return float("-inf") if self.is_urgent else at
 
     def is_due(self) -> bool:
         """Return whether a save is due at this boundary, if none is in progress. The first boundary's always is."""
@@ -418,6 +413,7 @@ class Pace:
         self.note_taken(position)
         self.budget.begin_saved()
         self._set_due(position)
+        self._tell_repeated()
 
     def note_taken(self, position: TrainerPosition, taken_at: float | None = None) -> None:
         """Note that a state is taken, for a save.
@@ -436,6 +432,7 @@ class Pace:
         self._set_due(position)
         seconds = self.budget.spend_on_save(began)
         self._history.note_wait(seconds)
+        self._tell_repeated()
         return seconds
 
     def note_written(self, series: AutosaveSeries | None, path: str, position: TrainerPosition, *, seconds: float,
@@ -454,13 +451,7 @@ class Pace:
         self._outage.end()
 
     def note_failure(self, position: TrainerPosition, failure: str, began: float) -> None:
-        """Note that a save could not be written.
-
-        Args:
-            position: Where its state was taken.
-            failure: Why it failed.
-            began: When training began to wait for it.
-        """
+        """Note that the save of `position`, for which training has waited since `began`, could not be written."""
         self._outage.failed, self.is_urgent = (position, failure), False
         self.kept_steps.note_failed(position)
         self._outage.note(failure, position, self.saved, is_last=self.is_ending)
@@ -487,6 +478,16 @@ class Pace:
         """Return that message if the save of `position` has failed, or an empty string."""
         failed = self._outage.failed
         return self.unsaved if failed is not None and failed[0] == position else ""
+
+    def _tell_repeated(self) -> None:
+        """Print once how much of the training a kill repeats at most, as soon as the cost of a save is known."""
+        steps, interval = self._options.every_n_train_steps, self._options.train_time_interval
+        seconds = self.budget.longest_wait if interval is None else interval.total_seconds()
+        if self._has_told or (steps is None and not seconds):
+            return
+        self._has_told = True
+        most = f"about {max(1, round(seconds))} s" if steps is None else f"{steps} step{'s' if steps > 1 else ''}"
+        tell(f"A kill repeats at most {most} of training; every_n_train_steps changes that.")
 
     def _set_due(self, position: TrainerPosition) -> None:
         self._last = position

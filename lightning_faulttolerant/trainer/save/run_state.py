@@ -64,7 +64,6 @@ from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
-from lightning_faulttolerant.trainer.resume.report import OBJECTS as OBJECT_STATE, ORDER
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 from lightning_faulttolerant.trainer.save.left_out import LeftOut
 from lightning_faulttolerant.trainer.settings import Options
@@ -428,10 +427,10 @@ PARTS = (
     Part("rng", "random generators", lambda run, at: rng_state(), lambda run, state: set_rng_state(state["rng"])),
     Part("held", "generators held by objects", _held_state, _load_held),
     # `Resume` gives the loaders their places before they are iterated over.
-    Part("loaders", ORDER, _loaders_state, None),
+    Part("loaders", "order of samples and workers", _loaders_state, None),
     Part(
         OBJECTS,
-        OBJECT_STATE,
+        "object state",
         lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"], strict=at.strict),
         _load_objects,
     ),

@@ -48,7 +48,7 @@ class ImaginedRun:
                 "path": f"/runs/demo/fit-1/{self.saved}.ckpt",
                 "position": f"batch {self.place()['batch']} of epoch {self.place()['epoch']}",
                 "seconds": seconds,
-                "exact": ["order of the samples", "augmentation", "main RNG", "weights", "metrics"],
+                "restored": ["order of the samples", "augmentation", "main RNG", "weights", "metrics"],
                 "not_exact": list(not_exact),
                 "notes": list(notes),
             }
@@ -97,7 +97,7 @@ class ImaginedRun:
             "path": f"/runs/{function}-{number}/{function}{first}.ckpt",
             "position": f"before batch {first} of {function}",
         }
-        lists = {"seconds": 0.4, "exact": ["metrics"], "not_exact": [], "notes": []}
+        lists = {"seconds": 0.4, "restored": ["metrics"], "not_exact": [], "notes": []}
         resumed = {**path, **lists} if first else None
         self.add("start", fit=number, continues=bool(first), resumed=resumed, num_validated=first, **self.place())
         for batch in range(first, num_batches if until is None else until):

@@ -184,7 +184,7 @@ def test_what_a_run_calls_itself_is_never_markup():
     run.train(30)
     run.end(NASTY, NASTY)
     run.begin(notes=[NASTY], not_exact=[NASTY])
-    run.lines[-1]["resumed"] |= {"position": NASTY, "path": NASTY, "exact": [NASTY]}
+    run.lines[-1]["resumed"] |= {"position": NASTY, "path": NASTY, "restored": [NASTY]}
     run.train(30)
     made = page(made_of(run.lines, run_id=NASTY))
     parsed = Parsed(made)

@@ -139,6 +139,17 @@ def test_report_fits_a_terminal() -> None:
     assert any(line.startswith("Process 2: AVeryLongName") for line in lines)
 
 
+def test_notes_of_resumes_come_last_each_once() -> None:
+    """What the resumes have noted stands at the end, each note once, and at most five of them."""
+    story = Story().begin().start().train(1, 9).autosave()
+    for number in (1, 2):
+        story.begin().start(resumed=1, name=story.newest, batch=story.batch)
+        story.lines[-1]["resumed"]["notes"] = [f"note {each}" for each in range(3 * number)]
+        story.train(5)
+    lines = lines_of(story.end().done())
+    assert lines[-6:] == [*(f"Note: note {each}" for each in range(5)), "1 more line of notes: --json tells all."]
+
+
 def test_fits_of_a_script_have_rows_of_their_own() -> None:
     """In a script with several fits, each fit is a row, with its number."""
     story = Story().begin().start().train(9, 9).end().begin(same=True, fit=2).start().train(9, 9).end().done()

@@ -121,7 +121,7 @@ def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     module = Holder(Sums)
     report = resume(tmp_path, path, module)
     assert report.objects == (f"module.statistics: the class {__name__}:Statistics no longer exists",)
-    assert str(report).startswith("Resumed, except for 1 object,")
+    assert str(report).startswith("Resumed NOT EXACTLY ")
     assert module.counts == [5]
 
 

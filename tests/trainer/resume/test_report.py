@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_faulttolerant import ResumeReport
-from lightning_faulttolerant.trainer.resume.report import OBJECTS, ORDER
+from lightning_faulttolerant.trainer.resume.report import tell_resumed
 
 
 def make(**arguments: object) -> ResumeReport:
@@ -16,7 +18,7 @@ def make(**arguments: object) -> ResumeReport:
         "epoch": 1,
         "batch": 3,
         "global_step": 11,
-        "exact": ("random generators", "loaders"),
+        "restored": ("random generators", "loaders"),
     }
     return ResumeReport(**{**defaults, **arguments})
 
@@ -28,7 +30,7 @@ def test_exact_resume_reads_as_one() -> None:
     assert str(report).splitlines() == [
         "Resumed exactly before batch 3 of epoch 1, global step 11, in 0.12 s",
         "  from      run/autosave-3.ckpt",
-        "  exact     random generators, loaders",
+        "  restored  random generators, loaders",
     ]
 
 
@@ -56,24 +58,39 @@ def test_report_cant_be_changed() -> None:
         make().epoch = 2  # type: ignore[misc]
 
 
+def test_what_becomes_known_late_is_not_exact() -> None:
+    """Reasons that come after the resume, those of loaders too, make the report not exact."""
+    report = make().as_known_now(["metrics: gone"], ["any"])
+    assert report.not_exact == ("metrics: gone", "any")
+    assert not report.is_exact
+
+
 @pytest.mark.parametrize(
-    ("reason", "lost"),
+    ("arguments", "lines"),
     [
-        ("metrics: nothing to restore 'a' into", "metrics"),
-        ("module.parameters.a: [1] when it was saved, [2] now", "weights"),
-        ("optimizers.0.lr: 1 when it was saved, 2 now", "optimizers"),
-        ("train/0.num_workers: 2 when it was saved, 0 now", ORDER),
-        ("something else", ""),
+        ({}, []),
+        ({"notes": ("other CPU",)}, []),
+        ({"not_exact": ("a", "b")}, ["  NOT EXACT a; b"]),
+        ({"inherited": ("a",), "objects": ("b: gone",)}, ["  NOT EXACT a; without b: gone"]),
+        ({"not_exact": tuple("abcde")}, ["  NOT EXACT a; b; c; 2 more in the report"]),
     ],
 )
-def test_what_is_not_exact_is_no_longer_among_what_is(reason: str, lost: str) -> None:
-    """A part with a reason against it isn't listed as exact; the others are."""
-    parts = ("weights", "optimizers", "metrics", ORDER, OBJECTS)
-    assert make(exact=parts).as_known_now([reason], []).exact == tuple(part for part in parts if part != lost)
+def test_console_has_one_line_or_two(
+    arguments: dict[str, Any], lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resume prints what it resumed from where, and in a second line what is not exact; the rest is at DEBUG."""
+    report = make(**arguments)
+    with caplog.at_level("DEBUG"):
+        tell_resumed(report, is_own=False)
+    [console, debug] = caplog.records
+    verdict = "NOT EXACTLY" if lines else "exactly"
+    first = f"Resumed {verdict} before batch 3 of epoch 1, global step 11, from run/autosave-3.ckpt"
+    assert console.getMessage().splitlines() == [first, *lines]
+    assert (debug.levelname, debug.getMessage()) == ("DEBUG", str(report))
 
 
-def test_reasons_of_loaders_and_objects() -> None:
-    """A reason from a loader is about the order; objects that were not restored are about the objects."""
-    report = make(exact=(ORDER, OBJECTS)).as_known_now([], ["any"])
-    assert (report.exact, report.not_exact) == ((OBJECTS,), ("any",))
-    assert make(exact=(ORDER, OBJECTS), objects=("any",)).as_known_now([], []).exact == (ORDER,)
+def test_surroundings_that_differ_are_on_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    """What may change the last bits is a second line, although the state is exact."""
+    with caplog.at_level("INFO"):
+        tell_resumed(make(), ["threads: 1, then 2"], is_own=False)
+    assert caplog.messages[0].endswith("from run/autosave-3.ckpt\n  note threads: 1, then 2")
