@@ -284,10 +284,15 @@ class Session(AnySession):
         try:
             yield
         except BaseException as error:
-            if self._options.script.is_elsewhere and not self._is_interrupted:
-                self._is_interrupted = True
+            if self._options.script.is_elsewhere:
                 self.interrupt(error)
             raise
+
+    def interrupt(self, exception: BaseException) -> None:
+        """End the fit that raised an exception, once: Lightning may call ``on_exception``, too."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            super().interrupt(exception)
 
     def _around_search(self, original: Method, *args: object) -> object:
         """Let a finder train in the middle of the fit: it restores what it changes, and nothing of it is the fit's."""

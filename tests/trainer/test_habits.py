@@ -13,21 +13,25 @@ import signal
 import struct
 import sys
 import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import fork_and_run
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.groups import run_group
-from tests.processes import run
+from tests.processes import Script, run
 from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import fit_net
+from tests.runs import Net, fit_net
 
 BARS: dict[str, Callable[[], list[Callback]]] = {
     "rich": lambda: [RichProgressBar()],
@@ -112,6 +116,72 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
         most,
     ]
     assert bar == "none" or any("Epoch 0" in line for line in lines)
+
+
+class Numbered(Net):
+    """Has the number of its start among its hyperparameters."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_start_says_three_lines_at_most_and_a_stop_one(is_exact: bool, tmp_path: Path) -> None:
+    """Lightning's own lines aside, a start is a line, a resume two or three, and a stop one; no path comes twice."""
+
+    def main(name: str, number: int, *faults: Callback) -> None:
+        ours = [FaultTolerance(run_id="lines", every_n_train_steps=1, strict=False)] if name == "ours" else []
+        module = Numbered(0 if is_exact else number)
+        fit_net([*ours, *faults], tmp_path / name, module=module, max_epochs=1, logger=CSVLogger(tmp_path / name))
+
+    of_lightning = set(run(lambda: main("plain", 0)).output.splitlines())
+
+    def lines(number: int, *faults: Callback) -> list[str]:
+        printed = run(lambda: main("ours", number, *faults)).output.splitlines()
+        return [line for line in printed if line not in of_lightning and not line.startswith("Restored all states")]
+
+    most, stopped = lines(0, KillAt(3, signum=signal.SIGTERM))
+    assert stopped.startswith("Stopped by SIGTERM before batch 4 of epoch 0. The state before batch 4 of epoch 0 is ")
+    resumed, *not_exact, again = lines(1)
+    assert resumed.startswith(f"Resumed {'exactly' if is_exact else 'NOT EXACTLY'} before batch 4 of epoch 0, ")
+    differs = "  NOT EXACT hyperparameters.start: 0 when it was saved, 1 now"
+    assert not_exact == ([] if is_exact else [differs])
+    assert most == again == "A kill repeats at most 1 step of training; every_n_train_steps changes that."
+    assert resumed.count(f"{tmp_path}/ours/fault_tolerance/lines/fit-1/") == 1
+
+
+def test_a_stop_in_a_process_of_a_launcher_is_told_once(tmp_path: Path) -> None:
+    """A fit in a process that a script creates says once what is saved: the end of the fit there, and Lightning's."""
+    callbacks = [FaultTolerance(run_id="launched"), KillAt(3, signum=signal.SIGTERM)]
+    ended = run(lambda: fit_net(callbacks, tmp_path))
+    assert ended.exit_code == 143
+    [line] = [line for line in ended.output.splitlines() if "Stopped by" in line]
+    assert "The state before batch 4 of epoch 0 is saved in" in line
+
+
+@pytest.mark.parametrize("to_group", [False, True])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group: bool, tmp_path: Path) -> None:
+    """With persistent workers that get the signal too, a stop is one line."""
+
+    class Started(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            (tmp_path / "started").touch()
+            time.sleep(0.01)
+
+    def main() -> None:
+        loader = DataLoader(NoisyDataset(), batch_size=4, num_workers=2, persistent_workers=True)
+        fit_net([FaultTolerance(run_id="workers"), Started()], tmp_path, train=loader, max_epochs=100)
+
+    script = Script(main)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    (os.killpg if to_group else os.kill)(script.process_id, signum)
+    ended = script.wait()
+    assert ended.exit_code == 128 + signum, ended.output
+    assert "Traceback" not in ended.output
+    assert ended.output.splitlines()[-1].startswith(f"Stopped by {signum.name} before batch ")
 
 
 @pytest.mark.slow
