@@ -68,14 +68,11 @@ def end_interrupted(
         tell_stopped(exception, autosaver.pace.saved, beginning)
 
 
-_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-"""Variables that show that somebody typed another command than that of this process."""
-
-
 def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, beginning: Beginning) -> None:
     """Print what is saved of a stopped run, what to type, and where its files are."""
     start, directory = start_of_process(sys.argv, os.environ), beginning.place.directory
-    is_unknown = start.is_one_of_many or any(name in os.environ for name in _OF_LAUNCHERS)
+    # Somebody typed the command of a launcher or of a job, not that of this process.
+    is_unknown = start.is_one_of_many or not os.environ.keys().isdisjoint({"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"})
     command = "run the same command again" if is_unknown else f"type: {start.command.line()}"
     place = "" if saved is not None else f" from {beginning.source or 'the beginning'}"
     what = "This start has saved nothing" if saved is None else f"The state {saved} is saved"

@@ -222,8 +222,8 @@ class FaultTolerance(Protection):
         """Take over the fit or the evaluation."""
         if self._is_of_another(trainer):
             return
-        is_told = is_module(getattr(self._log, "__self__", None))
-        if self._session is None or (self._session.is_open and not is_told):  # nobody set our log
+        # If nobody has set our log. A callback that holds this one may call this a second time.
+        if self._session is None or (self._session.is_open and not is_module(getattr(self._log, "__self__", None))):
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)

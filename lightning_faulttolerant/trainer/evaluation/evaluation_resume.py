@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -337,7 +338,7 @@ class EvaluationResume:
     @property
     def report(self) -> ResumeReport | None:
         """The report, updated with anything that has since turned out not to be exact."""
-        return self._report and self._report.as_known_now(self._reasons, self._loaders.exactness.reasons)
+        return self._report and replace(self._report, not_exact=(*self._reasons, *self._loaders.exactness.reasons))
 
     @property
     def position(self) -> TrainerPosition:

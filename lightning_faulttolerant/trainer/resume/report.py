@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
@@ -80,10 +80,6 @@ class ResumeReport:
         """Why later resumes of the run are not exact. A run may begin with a checkpoint that has no part of ours."""
         own = (line for line in self._own if line != NO_PART)
         return [*self.inherited, *(f"since it resumed {self.position}: {line}" for line in own)]
-
-    def as_known_now(self, not_exact: Collection[str], loaders: Collection[str]) -> ResumeReport:
-        """Return the report with all reasons that are known now, those of loaders apart: a worker may tell late."""
-        return replace(self, not_exact=(*not_exact, *loaders))
 
     @classmethod
     def load(cls, fields: Mapping[str, object] | None) -> ResumeReport | None:

@@ -441,7 +441,7 @@ class Resume:
     def report(self) -> ResumeReport | None:
         """The report, updated with anything that has since turned out not to be exact: a worker may report late."""
         reasons = self._differences.all.not_exact
-        return self._report and self._report.as_known_now(reasons, self._loaders.exactness.reasons)
+        return self._report and replace(self._report, not_exact=(*reasons, *self._loaders.exactness.reasons))
 
     def settle(self, *, without: tuple[str, ...] = ()) -> None:
         """End the resume and report it.

@@ -58,13 +58,6 @@ def test_report_cant_be_changed() -> None:
         make().epoch = 2  # type: ignore[misc]
 
 
-def test_what_becomes_known_late_is_not_exact() -> None:
-    """Reasons that come after the resume, those of loaders too, make the report not exact."""
-    report = make().as_known_now(["metrics: gone"], ["any"])
-    assert report.not_exact == ("metrics: gone", "any")
-    assert not report.is_exact
-
-
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
