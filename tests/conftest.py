@@ -219,22 +219,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     return _PART_BYTES
 
 
-class _Printer(logging.Handler):
-    """Prints each message to the error output of the process that logs it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"{self.format(record)}\n")
-
-
 @pytest.fixture
 def whole_reports() -> Iterator[None]:
-    """Let runs print what they log at ``DEBUG``: whole reports of resumes, with their notes."""
-    logger, printer = logging.getLogger("lightning_faulttolerant"), _Printer()
+    """Let runs print what they log at ``DEBUG``, through the handlers of pytest: whole reports, with their notes."""
+    logger = logging.getLogger("lightning_faulttolerant")
     before = logger.level
-    logger.addHandler(printer)
     logger.setLevel(logging.DEBUG)
-    logger.propagate = False
     yield
-    logger.propagate = True
     logger.setLevel(before)
-    logger.removeHandler(printer)

@@ -91,7 +91,8 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
         say_unsaved(exception, unsaved)
         return
     kept = f"the state {pace.saved} is saved" if is_tried else f"the last autosave, {pace.saved}, stays"
-    tell(f"{name}: {unsaved or ('no autosave has been written since this start' if pace.saved is None else kept)}.")
+    kept = "no autosave has been written since this start" if pace.saved is None else kept
+    tell(f"{name}: {unsaved or kept}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,5 +20,5 @@ def tell(text: str) -> None:
     """
     if _package.level <= logging.INFO and not _package.disabled:  # it is 0 if nothing has set it
         with Tqdm.external_write_mode(nolock=False):
-            is_in_line = type(sys.stderr).__module__.startswith("rich.")  # the cursor stands after a live bar of rich
-            rank_zero_info("%s%s", "\n" if is_in_line else "", worded(text))
+            # A bar of rich replaces the stream, and leaves the cursor at the end of its line.
+            rank_zero_info("%s%s", "\n" * type(sys.stderr).__module__.startswith("rich."), worded(text))
