@@ -171,7 +171,7 @@ class Session(AnySession):
             self._resume.begin()
             self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
             self._resume.admit(buckets.why_not_exact())
-            self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
+            self._resume.note_arithmetic(buckets.load_state_dict(self._resume.owed(BUCKETS) or {}))
         skipped = SkippedBatches(
             self.trainer,
             self.loaders,
@@ -183,8 +183,7 @@ class Session(AnySession):
         if self._resume is None:
             skipped.begin(self._patches, None, None)
         else:
-            notes = skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
-            self._resume.notes += notes
+            self._resume.notes += skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
         follow_buffers(self.trainer, self._patches, self._beginning.history.times)
         self._patches.around(self.trainer.precision_plugin, "on_save_checkpoint", run_state.left_out.note_dump)
         autosaver = self._make_autosaver(run_state, buckets, skipped)

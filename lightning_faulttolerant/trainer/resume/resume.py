@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,12 +80,14 @@ class _Differences:
         all: All that are reported, or refused.
         of_settings: Those of the settings that a branch may change; ``None`` if the fit doesn't begin a branch.
         applied: The settings that were applied over those of the checkpoint.
+        arithmetic: Why sums may differ in their last bits although the state is exact.
     """
 
     ranks: Ranks
     all: Comparison
     of_settings: Comparison | None
     applied: ChangedSettings | None = None
+    arithmetic: list[str] = field(default_factory=list)
 
 
 class Resume:
@@ -214,6 +216,10 @@ class Resume:
             )
         self._differences.all.not_exact += [*lost, *resized.notes]
         resized.notes = []
+
+    def note_arithmetic(self, lines: Iterable[str]) -> None:
+        """Note why sums may differ in their last bits although the state is exact."""
+        self._differences.arithmetic += lines
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
@@ -460,10 +466,10 @@ class Resume:
             own[:], without = of_all(self._differences.ranks, own, without)
         saved = self._content.part["surroundings"] if self._content.part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
-        parent = self.parent
-        branched = () if parent is None or self._differences.of_settings is None else parent.changed
-        branched = tuple(f"changed on this branch: {line}" for line in branched)
-        arithmetic = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
+        parent = None if self._differences.of_settings is None else self.parent
+        branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
+        self.note_arithmetic(f"the arithmetic may differ in the last bits: {line}" for line in changed)
+        arithmetic = self._differences.arithmetic
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, self.position),
