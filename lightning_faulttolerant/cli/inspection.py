@@ -364,7 +364,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     for path, reason in part["lost"].items():
         yield _line("without", f"{path}: {reason}")
     for hook in _items(part["behind"]):
-        yield _line("hooks to come", hook)
+        yield _line("hooks to run", hook)
     for name, num_bytes in part["opaque"].items():
         yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")
     for place, found in part["pickled"].items():

@@ -18,8 +18,8 @@ from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\
-Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. A checkpoint stands for its fit.
-Only files with the names of autosaves are deleted: no file of ModelCheckpoint, no file of yours, no link.
+Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. If DIR is a checkpoint,
+its fit is pruned. Only files with the names of autosaves are deleted: no file of ModelCheckpoint, no file of yours, no link.
 
 The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
 autosave refers to them.
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run, directory, checkpoint, or URL; by default the runs of this directory",
     )
     parser.add_argument("--keep-last", metavar="N", type=at_least_1, required=True, help="how many to keep, at least 1")
-    parser.add_argument("--damaged", action="store_true", help="delete autosaves that don't verify too")
-    parser.add_argument("--superseded", action="store_true", help="delete autosaves of superseded runs too")
+    parser.add_argument("--damaged", action="store_true", help="also delete autosaves that don't verify")
+    parser.add_argument("--superseded", action="store_true", help="also delete autosaves of superseded runs")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
 
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             status = max(status, 1)
             continue
         except (OSError, FaultToleranceError) as error:  # the other runs are still pruned
-            print(safe(f"{run}: not pruned to the end: {reason_of(error)}"), file=sys.stderr)
+            print(safe(f"{run}: pruning ended early: {reason_of(error)}"), file=sys.stderr)
             status = 2
             continue
         for folder, plan in plans.items():
@@ -180,6 +180,6 @@ def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None
     if not plan.kept and (plan.damaged or plan.unreadable):
         print("  no autosave here verifies: nothing of this fit was deleted")
     elif plan.damaged:
-        print(f"  {len(plan.damaged)} damaged left; --damaged deletes them")
+        print(f"  {len(plan.damaged)} damaged autosaves are left; --damaged deletes them")
     for file in plan.unreadable:
-        print(f"  can't be verified, left: {safe(file.name)}")
+        print(f"  left, because it can't be verified: {safe(file.name)}")

@@ -124,7 +124,7 @@ def _first_of(texts: Sequence[str], about: str) -> Iterator[str]:
     for text in texts[:_MAX_TEXTS]:
         yield from _wrapped(text)
     if len(texts) > _MAX_TEXTS:
-        yield f"{plural(len(texts) - _MAX_TEXTS, 'more line')} {about}: --json tells all."
+        yield f"{plural(len(texts) - _MAX_TEXTS, 'more line')} {about}: --json shows all."
 
 
 def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
     if len(rows) > _MAX_ROWS:
         left_out = len(rows) - _MAX_ROWS
         first = 1 + _NUM_FIRST_ROWS
-        lines[first : first + left_out] = [f"... {left_out} more, --json tells all ..."]
+        lines[first : first + left_out] = [f"... {left_out} more, --json shows all ..."]
     yield from lines
     yield from _wrapped(f"FROM and TO are epoch:batch, both from 0.{_more_about_places([fit for _, _, fit in fits])}")
 
@@ -242,7 +242,7 @@ several runs, the one that was alive last is reported, and the others are listed
 directory of the run, which stays when the run is over.
 """
 EPILOG = """\
-If a run is started again after it was over, it begins a new chapter. The last chapter is shown; --all shows all of
+A run that is started again after its end begins a new chapter. The last chapter is shown; --all shows all of
 them. The time of a kill is known to ten seconds (with a URL, to a minute), from the last autosave or sign of life.
 "may be running": the last sign of life is at most 90 seconds old. Goodput is the share of the wall time in which
 training or evaluation made lasting progress.

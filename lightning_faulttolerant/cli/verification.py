@@ -114,7 +114,7 @@ def _verdict_of_directory(path: str) -> CheckpointVerdict:
         )
     verification = verify_directory(path)
     extra = len(verification.extra_files)
-    reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
+    reason = f"{extra} file{'s' if extra > 1 else ''} in its directory not in its manifest" if extra else ""
     return CheckpointVerdict(word=VERIFIED, reason=reason)
 
 

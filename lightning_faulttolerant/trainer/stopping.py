@@ -255,7 +255,7 @@ class Stopping:
     def _note_early(self, noted_at: float, requeue_signal: signal.Signals | None) -> None:
         """Stop for a notice that came before the fit. If no stop is requested for it, end as without this package."""
         if NOTICE not in (requeue_signal, *self._options.signals):
-            end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment names it.")
+            end_by_notice("Add it to stop_signals, or pass it as SLURMEnvironment(requeue_signal=...).")
         reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
         left = self.signals.grace.seconds - (time.monotonic() - noted_at)
         self.signals.note(reason, max(left, self.signals.grace.announced_seconds() if reason.requeues else 0.0))

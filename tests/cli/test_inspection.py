@@ -102,7 +102,7 @@ def test_what_can_not_be_exact_is_shown(tmp_path: Path, capsys: Capture) -> None
     lines = [" ".join(line.split()) for line in call(capsys, "inspect", path).lines]
     assert "not exact the hook of Other" in lines
     assert lines.count("without module.turns: an iterator") == 1
-    assert "hooks to come Mine.on_train_batch_end" in lines
+    assert "hooks to run Mine.on_train_batch_end" in lines
     shown = json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"]
     assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], behind)
     assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator", "module.file": "a file"}

@@ -64,7 +64,7 @@ def test_damaged_autosaves_do_not_count_as_kept(tmp_path: Path, capsys: Capture)
     found = call(capsys, "prune", tmp_path, "--keep-last", 1)
     assert found.status == 0
     assert names(tmp_path) == autosaves(3, 4, 5)
-    assert "2 damaged left; --damaged deletes them" in found.out
+    assert "2 damaged autosaves are left; --damaged deletes them" in found.out
 
 
 def test_damaged_ones_are_deleted_on_demand(tmp_path: Path, capsys: Capture) -> None:
@@ -270,7 +270,7 @@ def test_a_run_that_cannot_be_pruned_does_not_keep_others_from_it(tmp_path: Path
     (tmp_path / "b/run.lock").mkdir()
     found = call(capsys, "prune", tmp_path, "--keep-last", 1)
     assert found.status == 2
-    assert f"{tmp_path / 'b'}: not pruned to the end: " in found.err
+    assert f"{tmp_path / 'b'}: pruning ended early: " in found.err
     assert found.lines[-1].startswith("2 autosaves deleted, ")
     assert [name[0] for name in names(tmp_path)] == ["a", "b", "b", "c"]
 

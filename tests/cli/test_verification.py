@@ -86,7 +86,7 @@ def test_a_directory_is_verified_by_its_manifest(
     assert call(capsys, "verify", ".").lines == [".: verified"]
     (folder / "notes").write_text("hello")
     found = call(capsys, "verify", folder)
-    assert (found.status, found.lines) == (0, [f"{folder}: verified: 1 file beside it not in its manifest"])
+    assert (found.status, found.lines) == (0, [f"{folder}: verified: 1 file in its directory not in its manifest"])
     (folder / "weights.bin").write_bytes(b"124")
     found = call(capsys, "verify", folder)
     assert found.status == 1

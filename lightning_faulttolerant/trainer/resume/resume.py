@@ -185,7 +185,7 @@ class Resume:
         self._loaders.note_checkpoint(has_places="loaders" in self._content.state)
         lacking = [f"{TITLES[name]}: not in the checkpoint" for name in TITLES if name not in self._content.state]
         if lacking and self._options.strict:
-            raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
+            raise NotExactError(f"{self._path} can't be resumed exactly: {'; '.join(lacking)}. Pass strict=False.")
         self._differences.all.not_exact += lacking
         refuse_lost(self.saved(OBJECTS), self._path, strict=self._options.strict)
         if position.is_cut(self._trainer, checkpoint, self.saved("trainer")):
@@ -209,7 +209,7 @@ class Resume:
         lost, resized.lost = resized.lost, []
         if lost and self._options.strict and not self._options.elastic:
             raise NotExactError(
-                f"{self._path} can't be carried over to a different number of ranks ({resized.ranks}) exactly:\n"
+                f"{self._path} can't continue exactly with a different number of ranks ({resized.ranks}):\n"
                 + "\n".join(f"  - {line}" for line in lost)
                 + "\nThe run would differ from the uninterrupted one. Start with as many ranks as before, or pass "
                 "FaultTolerance(elastic=True) to continue without this state."
@@ -355,7 +355,7 @@ class Resume:
         """
         if reasons and self._options.strict:
             raise NotExactError(
-                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Undo this, or pass strict=False."
+                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Change this, or pass strict=False."
             )
         self._differences.all.not_exact += reasons
 

@@ -93,8 +93,8 @@ class Outage:
         until = time.time()
         if self._speaks:
             _log.warning(
-                "Autosaves can be written again. For %.0f seconds nothing could be saved (%s).",
-                until - self._since, "1 try" if num_failures == 1 else f"{num_failures} tries",
+                "Autosaves can be written again. %s had failed in %.0f seconds.",
+                "1 save" if num_failures == 1 else f"{num_failures} saves", until - self._since,
             )  # fmt: skip
         self._tell(until, num_failures)
 

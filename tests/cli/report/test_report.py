@@ -147,7 +147,7 @@ def test_notes_of_resumes_come_last_each_once() -> None:
         story.lines[-1]["resumed"]["notes"] = [f"note {each}" for each in range(3 * number)]
         story.train(5)
     lines = lines_of(story.end().done())
-    assert lines[-6:] == [*(f"Note: note {each}" for each in range(5)), "1 more line of notes: --json tells all."]
+    assert lines[-6:] == [*(f"Note: note {each}" for each in range(5)), "1 more line of notes: --json shows all."]
 
 
 def test_fits_of_a_script_have_rows_of_their_own() -> None:
@@ -164,7 +164,7 @@ def test_hundreds_of_restarts_are_shortened() -> None:
     for _ in range(500):
         story.train(9, 9).autosave(seconds=1).wait(1).begin().start(resumed=1, name=story.newest, batch=story.batch)
     lines = lines_of(story)
-    assert "... 461 more, --json tells all ..." in lines
+    assert "... 461 more, --json shows all ..." in lines
     assert len(lines) < 70
     assert any(line.startswith("501  ") for line in lines)
 
