@@ -19,7 +19,8 @@ from lightning_faulttolerant.storage.store import open_store
 
 DESCRIPTION = """\
 Keep the newest N verified autosaves of each fit below DIR, and delete the older ones. If DIR is a checkpoint,
-its fit is pruned. Only files with the names of autosaves are deleted: no file of ModelCheckpoint, no file of yours, no link.
+its fit is pruned. Only files with the names of autosaves are deleted: no file of ModelCheckpoint, no file of yours,
+no link.
 
 The files with the tensors that autosaves of FaultTolerance(incremental=True) share are deleted as soon as no
 autosave refers to them.
