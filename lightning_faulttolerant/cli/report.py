@@ -99,9 +99,8 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     if ranks and ranks != [1]:
         yield f"Ranks: {', then '.join(map(str, ranks))}."
     yield from _first_of(slow_texts(chapter.fits), "about slow ranks")
-    fits = [
-        (f"Process {number}", fit) for number, process in enumerate(chapter.processes, start=1) for fit in process.fits
-    ]
+    processes = enumerate(chapter.processes, start=1)
+    fits = [(f"Process {number}", fit) for number, process in processes for fit in process.fits]
     for name, fit in fits:
         if fit.resumed is not None and fit.resumed.not_exact:
             yield from _wrapped(f"{name} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")

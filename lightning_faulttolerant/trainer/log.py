@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import worded
+from lightning_faulttolerant.trainer.identity.starts import discard_line
+from lightning_faulttolerant.trainer.resume.report import ResumeReport
+
+_MAX_REASONS = 3
 
 _package = logging.getLogger("lightning_faulttolerant")
 
@@ -22,3 +27,19 @@ def tell(text: str) -> None:
         with Tqdm.external_write_mode(nolock=False):
             # A bar of rich replaces the stream, and leaves the cursor at the end of its line.
             rank_zero_info("%s%s", "\n" * type(sys.stderr).__module__.startswith("rich."), worded(text))
+
+
+def tell_resumed(report: ResumeReport, notes: Sequence[str] = (), *, is_own: bool) -> None:
+    """Print what is resumed, from where, and in a second line what is not exact; the log has all of it at ``DEBUG``.
+
+    Args:
+        report: The report.
+        notes: Those of its notes that a user must see at once.
+        is_own: Whether the checkpoint is an autosave of the run that continues.
+    """
+    reasons = report.all_not_exact or notes
+    more = f"; {len(reasons) - _MAX_REASONS} more in the report" if len(reasons) > _MAX_REASONS else ""
+    second = f"\n  {'note' if report.is_exact else 'NOT EXACT'} {'; '.join(reasons[:_MAX_REASONS])}{more}"
+    advice = f". To start over instead, type: {discard_line(report.path)}" if is_own else ""
+    tell(f"{report.title}, from {report.path}{advice}{second if reasons else ''}")
+    _package.debug("%s", report)

@@ -113,12 +113,11 @@ class Session(AnySession):
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
 
     def _save_interrupted(self, exception: BaseException) -> None:
-        saves = replay_requested() is None
         if self._recorder is not None:
             self._recorder.interrupt(exception)
         if self._training is not None:
-            boundary, autosaver = self._training.boundary, self._training.checkpointer.autosaver
-            end_interrupted(self.trainer, boundary if saves else None, autosaver, exception, self._beginning)
+            boundary = self._training.boundary if replay_requested() is None else None
+            end_interrupted(self.trainer, boundary, self._training.checkpointer.autosaver, exception, self._beginning)
         elif isinstance(exception, TrainingStopped):
             tell_stopped(exception, None, self._beginning)
 
@@ -171,7 +170,7 @@ class Session(AnySession):
             self._resume.begin()
             self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
             self._resume.admit(buckets.why_not_exact())
-            self._resume.note_arithmetic(buckets.load_state_dict(self._resume.owed(BUCKETS) or {}))
+            self._resume.show(buckets.load_state_dict(self._resume.owed(BUCKETS) or {}))
         skipped = SkippedBatches(
             self.trainer,
             self.loaders,
@@ -183,7 +182,7 @@ class Session(AnySession):
         if self._resume is None:
             skipped.begin(self._patches, None, None)
         else:
-            self._resume.notes += skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position)
+            self._resume.show(skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position))
         follow_buffers(self.trainer, self._patches, self._beginning.history.times)
         self._patches.around(self.trainer.precision_plugin, "on_save_checkpoint", run_state.left_out.note_dump)
         autosaver = self._make_autosaver(run_state, buckets, skipped)

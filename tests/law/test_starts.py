@@ -156,6 +156,7 @@ def test_hooks_at_the_start_that_set_values() -> None:
     assert_exact(lambda: [SetsOthers(), stops()], KillAt(7), module=SetsValues)
 
 
+@pytest.mark.usefixtures("whole_reports")
 def test_the_report_names_the_hooks_at_the_start(tmp_path: Path) -> None:
     """Each hook whose changes are undone is named with one of them; one that changes nothing is not."""
 

@@ -34,7 +34,7 @@ def test_a_state_of_the_original_continues_from_the_next_epoch(
     directory, answer = write(tmp_path / "data", 101), tmp_path / "answer.json"
     ended = run(functools.partial(_read_with_the_original, directory, answer))
     assert ended.exit_code == 0, ended.output
-    for state, warning in zip(json.loads(answer.read_text()), ["in epoch 0", ""], strict=True):
+    for state, warning in zip(json.loads(answer.read_text()), ["in the middle of epoch 0", ""], strict=True):
         caplog.clear()
         loader = StreamingDataLoader(StreamingDataset(directory, shuffle=True), batch_size=8)
         loader.load_state_dict(state)

@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.evaluation.saving import (
     states_after,
 )
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.log import tell_resumed
 from lightning_faulttolerant.trainer.objects.objects import DRAWN
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
@@ -48,7 +49,7 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
-from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all, tell_resumed
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.trainer.identity.starts import discard_line
-from lightning_faulttolerant.trainer.log import tell
-
-_log = logging.getLogger(__name__)
-
-_MAX_REASONS = 3
 
 LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
@@ -105,19 +98,3 @@ class ResumeReport:
         lines += [f"  WITHOUT   {line}" for line in self.objects]
         lines += [f"  note      {line}" for line in self.notes]
         return "\n".join(lines)
-
-
-def tell_resumed(report: ResumeReport, arithmetic: Sequence[str] = (), *, is_own: bool) -> None:
-    """Print what is resumed, from where, and in a second line what is not exact; the log has all of it at ``DEBUG``.
-
-    Args:
-        report: The report.
-        arithmetic: Its notes on why sums may differ although the state is exact.
-        is_own: Whether the checkpoint is an autosave of the run that continues.
-    """
-    reasons = report.all_not_exact or arithmetic
-    more = f"; {len(reasons) - _MAX_REASONS} more in the report" if len(reasons) > _MAX_REASONS else ""
-    second = f"\n  {'note' if report.is_exact else 'NOT EXACT'} {'; '.join(reasons[:_MAX_REASONS])}{more}"
-    advice = f". To start over instead, type: {discard_line(report.path)}" if is_own else ""
-    tell(f"{report.title}, from {report.path}{advice}{second if reasons else ''}")
-    _log.debug("%s", report)

@@ -28,6 +28,7 @@ from lightning_faulttolerant.trainer.adapters.state import (
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
+from lightning_faulttolerant.trainer.log import tell_resumed
 from lightning_faulttolerant.trainer.objects.objects import DRAWN, refuse_lost
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
@@ -37,7 +38,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all, tell_resumed
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -80,14 +81,14 @@ class _Differences:
         all: All that are reported, or refused.
         of_settings: Those of the settings that a branch may change; ``None`` if the fit doesn't begin a branch.
         applied: The settings that were applied over those of the checkpoint.
-        arithmetic: Why sums may differ in their last bits although the state is exact.
+        shown: Notes that a user must see at once: why the last bits may differ, which batches were left out.
     """
 
     ranks: Ranks
     all: Comparison
     of_settings: Comparison | None
     applied: ChangedSettings | None = None
-    arithmetic: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
 
 
 class Resume:
@@ -217,9 +218,9 @@ class Resume:
         self._differences.all.not_exact += [*lost, *resized.notes]
         resized.notes = []
 
-    def note_arithmetic(self, lines: Iterable[str]) -> None:
-        """Note why sums may differ in their last bits although the state is exact."""
-        self._differences.arithmetic += lines
+    def show(self, lines: Iterable[str]) -> None:
+        """Note what a user must see at once although the state is exact."""
+        self._differences.shown += lines
 
     def fit_in(self) -> None:
         """Move the epoch in progress to its place with the current number of ranks. Call this once it is set up."""
@@ -468,8 +469,7 @@ class Resume:
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
-        self.note_arithmetic(f"the arithmetic may differ in the last bits: {line}" for line in changed)
-        arithmetic = self._differences.arithmetic
+        self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, self.position),
@@ -477,10 +477,11 @@ class Resume:
             restored=(*LIGHTNINGS_PARTS, *(TITLES[name] for name in TITLES if name in self._content.state)),
             objects=without,
             inherited=tuple(self.owed(NOT_EXACT) or ()),
-            notes=(*arithmetic, *self.notes, *self._files.notes, *branched),
+            notes=(*self._differences.shown, *self.notes, *self._files.notes, *branched),
             seconds=time.monotonic() - self._began,
         )
         self._report, self._content.state, self._content.callback_states = report, {}, {}
-        tell_resumed(self.report or report, arithmetic, is_own=self._choice.is_autosave and not self._choice.parent)
+        is_own = self._choice.is_autosave and not self._choice.parent
+        tell_resumed(self.report or report, self._differences.shown, is_own=is_own)
         if (position := self.position) is not None and position.is_in_epoch:
             continue_bar_at(self._trainer, position)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant import ResumeReport
-from lightning_faulttolerant.trainer.resume.report import tell_resumed
+from lightning_faulttolerant.trainer.log import tell_resumed
 
 
 def make(**arguments: object) -> ResumeReport:

@@ -35,7 +35,7 @@ def test_fits_are_counted_across_processes(script: Script) -> None:
 
 def test_report_comes_back_as_it_was(script: Script) -> None:
     """A report comes back with its tuples; a fit that began from the beginning has none."""
-    report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, exact=("c",), not_exact=("d",))
+    report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, restored=("c",), not_exact=("d",))
     assert ResumeReport.load(script.report(1)) is None
     script.tell_report(1, {name: getattr(report, name) for name in ResumeReport.__dataclass_fields__})
     assert ResumeReport.load(script.report(1)) == report
