@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,15 +64,17 @@ def test_another_script_is_not_named(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_list_without_an_argument(script: str, project: Project) -> None:
-    """``lightning-faulttolerant list`` shows the interrupted run in the script's directory while the run exists."""
+    """``lightning-faulttolerant list`` shows the interrupted run of the script's directory, and then as finished."""
     nothing = project.tool("list")
     assert nothing.returncode == 1, nothing.stdout + nothing.stderr
     name = interrupted(project, script)
     listed = project.tool("list")
     assert listed.returncode == 0, listed.stdout + listed.stderr
     assert name in listed.stdout
+    assert "finished" not in listed.stdout
     assert project.start(script).exit_code == 0
-    assert name not in project.tool("list").stdout
+    listed = project.tool("list")
+    assert re.search(rf"{name}\n +finished ", listed.stdout), listed.stdout
 
 
 @pytest.mark.takes_long("four processes, each with a training")
