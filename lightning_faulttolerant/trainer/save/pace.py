@@ -413,7 +413,7 @@ class Pace:
         self.note_taken(position)
         self.budget.begin_saved()
         self._set_due(position)
-        self._tell_repeated()
+        self._has_told = self._tell_repeated()
 
     def note_taken(self, position: TrainerPosition, taken_at: float | None = None) -> None:
         """Note that a state is taken, for a save.
@@ -432,7 +432,7 @@ class Pace:
         self._set_due(position)
         seconds = self.budget.spend_on_save(began)
         self._history.note_wait(seconds)
-        self._tell_repeated()
+        self._has_told = self._has_told or self._tell_repeated()
         return seconds
 
     def note_written(self, series: AutosaveSeries | None, path: str, position: TrainerPosition, *, seconds: float,
@@ -479,15 +479,15 @@ class Pace:
         failed = self._outage.failed
         return self.unsaved if failed is not None and failed[0] == position else ""
 
-    def _tell_repeated(self) -> None:
-        """Print once how much of the training a kill repeats at most, as soon as the cost of a save is known."""
+    def _tell_repeated(self) -> bool:
+        """Print how much of the training a kill repeats at most. Return whether that is known yet."""
         steps, interval = self._options.every_n_train_steps, self._options.train_time_interval
         seconds = self.budget.longest_wait if interval is None else interval.total_seconds()
-        if self._has_told or (steps is None and not seconds):
-            return
-        self._has_told = True
+        if steps is None and not seconds:
+            return False
         most = f"about {max(1, round(seconds))} s" if steps is None else f"{steps} step{'s' if steps > 1 else ''}"
         tell(f"A kill repeats at most {most} of training; every_n_train_steps changes that.")
+        return True
 
     def _set_due(self, position: TrainerPosition) -> None:
         self._last = position
