@@ -39,7 +39,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test quick test-all test-slow slow oldest faults checks lint types compiled format clean
+.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -101,6 +101,9 @@ slurm-installed:
 
 test: checks  ## run lint, types, and the fast tests: before each commit
 	$(BIN)/$(SUITE) -m "not slow" $(PYTEST_ARGS)
+
+snapshots: $(NEWEST)  ## write the texts again that tests compare with: review their diff
+	$(BIN)/$(SUITE) --snapshot-update $(PYTEST_ARGS)
 
 quick: checks  ## run lint, types, and one case of each file of laws: a minute
 	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/law $(PYTEST_ARGS)

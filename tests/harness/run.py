@@ -30,7 +30,7 @@ from tests.harness import durations, places, servers, warm
 
 ROOT = Path(__file__).parent.parent.parent
 _NO_TESTS = 5  # pytest's exit code
-_PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
+_PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "syrupy")
 _IMPORTED = (
     *_PLUGINS,
     "hypothesis.strategies",

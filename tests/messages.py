@@ -1,0 +1,31 @@
+"""What a user reads, as the same text in each run: paths, times, and numbers of processes have names.
+
+A test compares it with its snapshot: ``assert plain(text, DIR=tmp_path) == snapshot``. The snapshots of a file of tests
+lie in one file beside it, in ``__snapshots__``. ``make snapshots`` writes them again; their diff is reviewed as text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+_NAMES = (
+    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d| UTC)?", "TIME"),
+    (r"\b\d+(\.\d+)? (s|ms|min|h|days?|seconds?|minutes?|hours?)( \d+ (s|min|h))?\b(?= (old|ago|of training))", "AGE"),
+    (r"\b(process|pid) \d+", r"\1 PID"),
+    (r"\x1b\[[0-9;]*m", ""),
+)
+
+
+def plain(text: str, **paths: Path | str) -> str:
+    """Return `text` with a name for each of these paths, and for what differs from run to run."""
+    named = {str(path): name for name, path in paths.items()}
+    named |= {os.path.realpath(path): name for path, name in named.items()}
+    named[sys.executable] = "python"
+    for path in sorted(named, key=len, reverse=True):
+        text = text.replace(path, named[path])
+    for pattern, name in _NAMES:
+        text = re.sub(pattern, name, text)
+    return "\n".join(line.rstrip() for line in text.splitlines())
