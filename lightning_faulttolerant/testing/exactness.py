@@ -132,7 +132,7 @@ def _compare(expected: list[Event], found: list[Event], what: str) -> None:
         raise NotTheSame(f"Event {min(len(expected), len(found))} {name} {what}: {event}")
 
 
-__all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run"]
+__all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run", "leave_out"]
 
 # Takes callbacks and a directory, returns the Trainer: this module does not import Lightning.
 Fit = Callable[[list[Any], Path], Any]
@@ -359,7 +359,7 @@ class _Interrupted:
         if self._without is not None and not is_first:
             options["strict"] = False
             for path in self._runs.autosaves("interrupted"):
-                self.left_out |= _leave_out(path, self._without)
+                self.left_out |= leave_out(path, self._without)
         seed = _SEED if is_first else _OTHER_SEED + len(self._costs)
         outcome = self._runs.start("interrupted", faults, seed=seed, with_callback=True, options=options)
         if self._last is not None:
@@ -397,8 +397,16 @@ def _num_batches(events: list[Event], kind: str = "batch") -> int:
     return sum(event["event"] == kind for event in events)
 
 
-def _leave_out(path: Path, part: str) -> set[str]:
-    """Remove a part from a checkpoint; return the attributes that rank 0 has in no other part."""
+def leave_out(path: Path, part: str) -> set[str]:
+    """Remove a part of the state from an autosave: a negative control for a test of resuming.
+
+    Args:
+        path: The autosave.
+        part: Its name, as ``lightning-faulttolerant inspect`` shows it.
+
+    Returns:
+        The attributes of the user's objects that are lost with it.
+    """
     checkpoint = load_file(path)
     own = checkpoint["lightning_faulttolerant"]
     own[RANKS] = ranks = [packed_state(own, rank) for rank in range(len(own[RANKS]))]

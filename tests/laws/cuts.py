@@ -1,0 +1,80 @@
+"""Where and how a start of a training ends: `Cut` is data, `Cuts` is the plain callback that does it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The end of a start.
+
+    Args:
+        at: Epoch and batch, counted from 0.
+        hook: ``batch`` (before its step), ``step`` (after it), ``backward``, ``validation`` (in its second batch), or
+            ``epoch end``.
+        by: A signal, or an exception if it is 0.
+        every: The start saves after this many steps.
+        rank: The rank that ends; all of them if it is ``None``.
+    """
+
+    at: tuple[int, int]
+    hook: str = "batch"
+    by: int = signal.SIGKILL
+    every: int = 1
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        how = signal.Signals(self.by).name if self.by else "an exception"
+        return f"{how} at {self.hook} {self.at}, saving every {self.every}"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that the start must have."""
+        if not self.by:
+            return 1
+        return -self.by if self.by == signal.SIGKILL else 128 + self.by
+
+
+class Struck(Exception):  # noqa: N818 - reads as a plain statement
+    """The exception of a cut."""
+
+
+class Cuts(Callback):
+    """Ends the process at a cut; never, without one."""
+
+    def __init__(self, cut: Cut | None) -> None:
+        self.cut = cut
+
+    def strike(self, trainer: Trainer, hook: str, batch: int | None = None) -> None:
+        cut = self.cut
+        if cut is None or cut.hook != hook or trainer.sanity_checking or cut.rank not in (None, trainer.global_rank):
+            return
+        if trainer.current_epoch != cut.at[0] or (batch is not None and batch != cut.at[1]):
+            return
+        if not cut.by:
+            raise Struck
+        os.kill(os.getpid(), cut.by)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.strike(trainer, "batch", batch_idx)
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self.strike(trainer, "backward", trainer.fit_loop.batch_idx)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.strike(trainer, "step", batch_idx)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 1:
+            self.strike(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        self.strike(trainer, "epoch end")

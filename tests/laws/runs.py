@@ -1,0 +1,174 @@
+"""Starts of a training: plain, with the callback, cut, and again; and what all laws compare."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant import FaultTolerance
+from tests.laws.cuts import Cut, Cuts
+from tests.laws.events import Broken, Event, Events, Logs, read, slice_of, write_end
+from tests.laws.processes import run_ranks
+from tests.laws.rows import Group
+
+_SEED, _OTHER_SEED = 1, 20_000
+_PRINTED_CHARACTERS = 6_000
+
+QUIET = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a start of a training did.
+
+    Args:
+        codes: The exit code of each rank; negative for a signal.
+        events: The events of each rank.
+        output: The end of what each rank printed.
+    """
+
+    codes: list[int]
+    events: list[list[Event]]
+    output: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """A training of a group in a directory, started again and again.
+
+    Args:
+        group: Its features.
+        root: Its directory.
+        num_ranks: Its number of processes.
+        with_callback: Whether it has the callback.
+    """
+
+    group: Group
+    root: Path
+    num_ranks: int = 1
+    with_callback: bool = True
+    stage: str = "fit"
+    starts: list[Start] = field(default_factory=list)
+
+    def start(self, cut: Cut | None = None, **options: Any) -> Start:
+        """Start it, wait for its end, and return what it did."""
+        number = len(self.starts)
+        self.root.mkdir(exist_ok=True, parents=True)
+        paths = [self.root / f"start-{number}-rank-{rank}.jsonl" for rank in range(self.num_ranks)]
+        outputs = [path.with_suffix(".txt") for path in paths]
+        options = {"every_n_train_steps": cut.every if cut else 1, **self.group.options, **options}
+        codes = run_ranks(
+            lambda rank: self._run(paths[rank], cut, options),
+            outputs=outputs,
+            seed=_OTHER_SEED + number if number else _SEED,
+        )
+        printed = [path.read_text(errors="replace")[-_PRINTED_CHARACTERS:] for path in outputs if path.exists()]
+        start = Start(codes=codes, events=[read(path) for path in paths], output="\n".join(printed))
+        self.starts.append(start)
+        return start
+
+    def _run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
+        os.chdir(self.root)
+        os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests
+        own = [FaultTolerance(**options)] if self.with_callback else []
+        arguments = self.group.trainer()
+        loggers = arguments.pop("logger", [])
+        ranks = {"devices": self.num_ranks, "strategy": "ddp"} if self.num_ranks > 1 else {}
+        trainer = Trainer(
+            callbacks=[*self.group.callbacks(), *own, Events(path), Cuts(cut)],
+            logger=[*(loggers if isinstance(loggers, list) else [loggers]), Logs(path)],
+            default_root_dir=self.root,
+            **{**QUIET, **ranks, **arguments},
+        )
+        run_stage(trainer, self.group, self.stage)
+        write_end(path, trainer)
+
+    def finished(self) -> Start:
+        """Start it once without a cut; it must finish."""
+        start = self.start()
+        if any(start.codes):
+            raise Broken(f"It ended with the exit codes {start.codes}.\n{start.output}")
+        return start
+
+
+def run_stage(trainer: Trainer, group: Group, stage: str) -> None:
+    """Let a trainer fit, validate, test, or predict."""
+    data = group.data()
+    if stage == "fit":
+        trainer.fit(group.module(), **data)
+    else:
+        loaders = data.get("val_dataloaders")
+        getattr(trainer, stage)(group.module(), **({"dataloaders": loaders} if loaders is not None else data))
+
+
+def assert_same(whole: list[list[Event]], start: Start, *, name: str) -> list[tuple[int, int]]:
+    """Check that each rank's events are a slice of its events in the whole run, and return the slices."""
+    try:
+        return [
+            slice_of(one, other, whole_name="the whole run", part_name=name)
+            for one, other in zip(whole, start.events, strict=True)
+        ]
+    except Broken as error:
+        raise Broken(f"{error}\n{start.output}") from None
+
+
+def assert_continues(whole: list[list[Event]], training: Training, cuts: Sequence[Cut]) -> None:
+    """Cut a training again and again, then let it finish: each start is a slice of the whole run, without gaps.
+
+    Raises:
+        Broken: If it is not so.
+    """
+    ends = [0] * training.num_ranks
+    for number, cut in enumerate([*cuts, None]):
+        start = training.start(cut)
+        name = f"start {number} ({cut or 'to the end'})"
+        _check_codes(start, cut, name)
+        slices = assert_same(whole, start, name=name)
+        for rank, (begin, end) in enumerate(slices):
+            if begin > ends[rank]:
+                raise Broken(f"{name} leaves out events {ends[rank]} to {begin} of the whole run.\n{start.output}")
+            twice = sum(event["kind"] == "batch" for event in whole[rank][begin : ends[rank]])
+            allowed = training.group.repeats * (cuts[number - 1].every if number else 0) + 1
+            if twice > allowed:
+                raise Broken(f"{name} repeats {twice} batches; at most {allowed} are allowed.\n{start.output}")
+            ends[rank] = end
+    if any(end != len(one) for end, one in zip(ends, whole, strict=True)):
+        raise Broken(f"The last start ended after {ends} events; the whole run has {[len(one) for one in whole]}.")
+
+
+def _check_codes(start: Start, cut: Cut | None, name: str) -> None:
+    expected = cut.exit_code if cut else 0
+    codes = start.codes if cut is None or cut.rank is None else [start.codes[cut.rank]]
+    if any(code != expected for code in codes):
+        raise Broken(f"{name} ended with the exit codes {start.codes}, not {expected}.\n{start.output}")
+
+
+def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str = "fit") -> list[list[Event]]:
+    """Return the events of an uninterrupted run, and check that the callback changes none of them."""
+    with_callback = Training(group=group, root=root / "with", num_ranks=num_ranks, stage=stage).finished()
+    if not group.only_with:
+        plain = Training(group=group, root=root / "plain", num_ranks=num_ranks, stage=stage, with_callback=False)
+        whole = plain.finished().events
+        slices = assert_same(whole, with_callback, name="the run with the callback")
+        if slices != [(0, len(events)) for events in whole]:
+            raise Broken(f"The run with the callback has other events: {slices} of {[len(one) for one in whole]}.")
+    return with_callback.events
+
+
+@contextmanager
+def directory_of(root: Path) -> Iterator[Path]:
+    """Yield a directory, and remove it."""
+    root.mkdir(parents=True, exist_ok=True)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""Negative controls: without the part of the state that carries a row, the row is lost, and a law says so."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.testing import leave_out
+from tests.laws.cuts import Cut
+from tests.laws.events import different_names
+from tests.laws.groups import groups_of
+from tests.laws.rows import Group, Row, all_rows
+from tests.laws.runs import Training, whole_run
+
+CUT = Cut(at=(1, 3), by=signal.SIGTERM)
+
+
+def is_carried(row: Row) -> bool:
+    """Return whether our state carries a row."""
+    return bool(row.part)
+
+
+def differences(group: Group, parts: list[str]) -> dict[str, set[str]]:
+    """Return the names of values that differ after a resume without each of these parts."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        [whole] = whole_run(group, root)
+        killed = Training(group=group, root=root / "cut")
+        assert killed.start(CUT).codes == [CUT.exit_code]
+        found = {}
+        for part in parts:
+            aside = root / "aside"
+            shutil.copytree(root / "cut", aside)
+            for path in (root / "cut").rglob("autosave-*.ckpt"):
+                leave_out(path, part)
+            [events] = killed.start(strict=False).events
+            found[part] = different_names(whole, events)
+            shutil.rmtree(root / "cut")
+            aside.rename(root / "cut")
+        return found
+
+
+def assert_lost(group: Group) -> None:
+    """Check that each row of a group is lost without its part."""
+    found = differences(group, sorted({row.part for row in group.rows}))
+    for row in group.rows:
+        missing = set(row.shows) - found[row.part]
+        assert not missing, f"Without {row.part}, {row.name} still shows {sorted(missing)} as before."
+
+
+@pytest.mark.parametrize("group", groups_of(is_carried), ids=str)
+def test_rows_are_lost_without_their_parts(group: Group) -> None:
+    """Each row of a group shows another value if its part of the state is left out."""
+    assert_lost(group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in all_rows().values() if is_carried(row)], ids=lambda row: row.name)
+def test_row_is_lost_without_its_part(row: Row) -> None:
+    """A row that is alone shows another value if its part of the state is left out, and for no other reason."""
+    assert_lost(Group(rows=(row,)))
+
+
+def test_each_row_says_what_it_shows() -> None:
+    """A row that our state carries names at least one value that shows it."""
+    assert [row.name for row in all_rows().values() if is_carried(row) and not row.shows] == []

@@ -1,0 +1,41 @@
+"""The law: interrupted again and again, a training of any group of features does what it does uninterrupted."""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.laws.cuts import Cut
+from tests.laws.groups import check, groups_of, seed
+from tests.laws.rows import Group
+from tests.laws.runs import Training, assert_continues, whole_run
+
+
+def cuts_of(group: Group) -> list[Cut]:
+    """Return cuts in both epochs, in the order of the run, that the seed and the group decide."""
+    chosen = random.Random(f"{seed()} {group}")
+    first, second = chosen.randrange(1, 5), chosen.randrange(2, 5)
+    return [
+        Cut(at=(0, first)),
+        Cut(at=(0, 5), hook="validation"),
+        chosen.choice([Cut(at=(1, 0), by=signal.SIGTERM), Cut(at=(1, 0), hook="step", by=signal.SIGTERM)]),
+        Cut(at=(1, second), hook=chosen.choice(["batch", "backward", "step"]), every=4),
+    ]
+
+
+def resumes(group: Group) -> None:
+    """Check the law on a group."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        whole = whole_run(group, root)
+        assert_continues(whole, Training(group=group, root=root / "cut"), cuts_of(group))
+
+
+@pytest.mark.parametrize("group", groups_of(), ids=str)
+def test_resume(group: Group) -> None:
+    """Killed, stopped, and killed again, a training continues as if nothing had happened."""
+    check(group, resumes)
