@@ -132,7 +132,7 @@ def _compare(expected: list[Event], found: list[Event], what: str) -> None:
         raise NotTheSame(f"Event {min(len(expected), len(found))} {name} {what}: {event}")
 
 
-__all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run", "leave_out"]
+__all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run", "leave_out_part"]
 
 # Takes callbacks and a directory, returns the Trainer: this module does not import Lightning.
 Fit = Callable[[list[Any], Path], Any]
@@ -359,7 +359,7 @@ class _Interrupted:
         if self._without is not None and not is_first:
             options["strict"] = False
             for path in self._runs.autosaves("interrupted"):
-                self.left_out |= leave_out(path, self._without)
+                self.left_out |= leave_out_part(path, self._without)
         seed = _SEED if is_first else _OTHER_SEED + len(self._costs)
         outcome = self._runs.start("interrupted", faults, seed=seed, with_callback=True, options=options)
         if self._last is not None:
@@ -397,7 +397,7 @@ def _num_batches(events: list[Event], kind: str = "batch") -> int:
     return sum(event["event"] == kind for event in events)
 
 
-def leave_out(path: Path, part: str) -> set[str]:
+def leave_out_part(path: Path, part: str) -> set[str]:
     """Remove a part of the state from an autosave: a negative control for a test of resuming.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.testing import leave_out
+from lightning_faulttolerant.testing import leave_out_part
 from tests.laws.cuts import Cut
 from tests.laws.events import different_names
 from tests.laws.groups import groups_of
@@ -36,7 +36,7 @@ def differences(group: Group, parts: list[str]) -> dict[str, set[str]]:
             aside = root / "aside"
             shutil.copytree(root / "cut", aside)
             for path in (root / "cut").rglob("autosave-*.ckpt"):
-                leave_out(path, part)
+                leave_out_part(path, part)
             [events] = killed.start(strict=False).events
             found[part] = different_names(whole, events)
             shutil.rmtree(root / "cut")
