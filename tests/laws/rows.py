@@ -116,8 +116,7 @@ class Row:
 
     Args:
         name: Unique.
-        part: The part of the state that carries it, as `lightning_faulttolerant.testing.leave_out_part` names it; empty if
-            Lightning carries it.
+        part: The part of the state that carries it, as `leave_out_part` names it; empty if Lightning carries it.
         shows: The names of logged values, of parts of events, or kinds of events, that differ if it is lost.
         module: A class below `Net`.
         callbacks: Makes the callbacks that come before those of the test.
