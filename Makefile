@@ -39,7 +39,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults checks lint types compiled format clean
+.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults soak checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -127,6 +127,12 @@ endif
 faults: $(NEWEST)  ## let each kind of fault come at random moments of supervised runs (20 minutes; needs root)
 	@echo "make faults FAULT_TRIALS=$(FAULT_TRIALS) FAULT_SEED=$(FAULT_SEED)"
 	$(BIN)/$(SUITE) tests/cli/supervise/test_faults.py --fault-trials=$(FAULT_TRIALS) --fault-seed=$(FAULT_SEED) $(PYTEST_ARGS)
+
+# Hours of random trainings, struck at random moments; or the directory of one trial, to repeat it.
+HOURS ?= 1
+TRIAL ?=
+soak: $(NEWEST)  ## train random features, struck at random moments, for HOURS; keep what fails in soak-failures/
+	$(BIN)/python -m tests.laws.soak --hours $(HOURS) $(if $(TRIAL),--trial $(TRIAL))
 
 # Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
 # others with the same torch.

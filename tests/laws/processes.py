@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,8 +57,16 @@ def _print_to(output: Path) -> None:
     faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True)
 
 
-def run_ranks(main: Callable[[int], object], *, outputs: list[Path], seed: int) -> list[int]:
+def run_ranks(
+    main: Callable[[int], object],
+    *,
+    outputs: list[Path],
+    seed: int,
+    beside: Callable[[list[int]], object] | None = None,
+) -> list[int]:
     """Run `main` in one process per rank, as torchrun does, and return their exit codes.
+
+    `beside` runs in a process of its own meanwhile, and gets the ids of the ranks' processes.
 
     When one has failed, the others get SIGTERM, and SIGKILL 30 seconds later. There is no other limit of time than the
     test's: when that ends the wait, the processes print their stacks and are killed.
@@ -66,37 +74,55 @@ def run_ranks(main: Callable[[int], object], *, outputs: list[Path], seed: int) 
     running: dict[int, int] = {}
     codes: dict[int, int] = {}
     kill_at = float("inf")
+    helper = 0
     with _rendezvous(len(outputs)) as environments:
         try:
             for rank, (output, environment) in enumerate(zip(outputs, environments, strict=True)):
                 own = seed + 1_000_000 * rank
                 running[fork(lambda rank=rank: main(rank), output=output, seed=own, environment=environment)] = rank  # type: ignore[misc]
+            if beside is not None:
+                ids, nowhere = list(running), Path(os.devnull)
+                helper = fork(lambda: beside(ids), output=nowhere, seed=seed, environment={})
             while running:
                 process_id, status = os.waitpid(-1, os.WNOHANG if codes else 0)
                 if process_id in running:
-                    _signal(process_id, signal.SIGKILL, os.killpg)  # workers that outlive it
+                    signal_to(process_id, signal.SIGKILL, os.killpg)  # workers that outlive it
                     codes[running.pop(process_id)] = os.waitstatus_to_exitcode(status)
                     if any(codes.values()) and kill_at == float("inf"):
                         kill_at = time.monotonic() + _GRACE_SECONDS
                         for each in running:
-                            _signal(each, signal.SIGTERM)
+                            signal_to(each, signal.SIGTERM)
                 elif process_id == 0:
                     if time.monotonic() > kill_at:
                         for each in running:
-                            _signal(each, signal.SIGKILL)
+                            signal_to(each, signal.SIGKILL)
                     time.sleep(0.01)
         finally:
+            if helper:
+                signal_to(helper, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(helper, 0)
             for each in running:
-                _signal(each, signal.SIGQUIT)
+                signal_to(each, signal.SIGQUIT)
             time.sleep(0.2 if running else 0)
             for each in running:
-                _signal(each, signal.SIGKILL, os.killpg)
-                _signal(each, signal.SIGKILL)
+                signal_to(each, signal.SIGKILL, os.killpg)
+                signal_to(each, signal.SIGKILL)
                 os.waitpid(each, 0)
     return [codes[rank] for rank in range(len(outputs))]
 
 
-def _signal(process_id: int, signum: int, send: Callable[[int, int], None] = os.kill) -> None:
+def tree_of(process_ids: Iterable[int]) -> list[int]:
+    """Return these processes and all below them."""
+    found = list(process_ids)
+    for each in found:
+        with suppress(OSError):
+            found += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+    return found
+
+
+def signal_to(process_id: int, signum: int, send: Callable[[int, int], None] = os.kill) -> None:
+    """Send a signal to a process, if it is still there."""
     with suppress(ProcessLookupError, PermissionError):
         send(process_id, signum)
 
@@ -131,5 +157,5 @@ def _rendezvous(num_ranks: int) -> Iterator[list[dict[str, str]]]:
         yield [{name: str(value) for name, value in each.items()} for each in ranks]
     finally:
         os.close(ended_write)
-        _signal(process_id, signal.SIGKILL)
+        signal_to(process_id, signal.SIGKILL)
         os.waitpid(process_id, 0)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +57,10 @@ class Training:
     num_ranks: int = 1
     with_callback: bool = True
     stage: str = "fit"
+    before: Callable[[], object] | None = None
+    """What each process does first."""
+    beside: Callable[[list[int]], object] | None = None
+    """What another process does meanwhile, with the ids of the ranks' processes."""
     starts: list[Start] = field(default_factory=list)
 
     def start(self, cut: Cut | None = None, **options: Any) -> Start:
@@ -69,17 +71,21 @@ class Training:
         outputs = [path.with_suffix(".txt") for path in paths]
         options = {"every_n_train_steps": cut.every if cut else 1, **self.group.options, **options}
         codes = run_ranks(
-            lambda rank: self._run(paths[rank], cut, options),
+            lambda rank: self.run(paths[rank], cut, options),
             outputs=outputs,
-            seed=_OTHER_SEED + number if number else _SEED,
+            seed=_OTHER_SEED + number if any(self.root.rglob("autosave-*")) else _SEED,  # or it starts afresh
+            beside=self.beside,
         )
         printed = [path.read_text(errors="replace")[-_PRINTED_CHARACTERS:] for path in outputs if path.exists()]
         start = Start(codes=codes, events=[read(path) for path in paths], output="\n".join(printed))
         self.starts.append(start)
         return start
 
-    def _run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
+    def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
+        """Do in this process what one rank does, and write its events."""
         os.chdir(self.root)
+        if self.before is not None:
+            self.before()
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests
         own = [FaultTolerance(**options)] if self.with_callback else []
         arguments = self.group.trainer()
@@ -164,11 +170,3 @@ def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str = "fit
         if slices != [(0, len(events)) for events in whole]:
             raise Broken(f"The run with the callback has other events: {slices} of {[len(one) for one in whole]}.")
     return with_callback.events
-
-
-@contextmanager
-def directory_of(root: Path) -> Iterator[Path]:
-    """Yield a directory, and remove it."""
-    root.mkdir(parents=True, exist_ok=True)
-    yield root
-    shutil.rmtree(root, ignore_errors=True)

@@ -18,7 +18,7 @@ def generators_in_workers() -> DataLoader:
     return DataLoader(HoldingDataset(32), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
 
 
-@row("train", part="loaders", shows="content")
+@row("train", part="loaders", shows="content", ranks=False)
 def ragged_batches() -> DataLoader:
     """A batch sampler draws batches of other sizes from NumPy's global generator."""
     return DataLoader(HoldingDataset(32), batch_sampler=RaggedBatches())
