@@ -13,11 +13,9 @@ EXTRAS := dev,demo
 JOBS ?= 4
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
-# Number of failed tests that are run once more, alone; those that pass are reported. The CI sets it.
-AGAIN ?= 0
 # The part of the slow tests, and of those on the oldest Lightning, that runs: 2/6 is the third of six.
 PART ?= 0/1
-SUITE = python -m tests.harness.run -q -j $(JOBS) --again $(AGAIN)
+SUITE = python -m tests.harness.run -q -j $(JOBS)
 
 BIN := .venv/bin
 BUILD := .venv-build/installed.stamp
@@ -105,8 +103,8 @@ test: checks  ## run lint, types, and the fast tests: before each commit
 snapshots: $(NEWEST)  ## write the texts again that tests compare with: review their diff
 	$(BIN)/$(SUITE) --snapshot-update $(PYTEST_ARGS)
 
-quick: checks  ## run lint, types, and one case of each file of laws: a minute
-	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/law $(PYTEST_ARGS)
+quick: checks  ## run lint, types, and one case of each law: a minute
+	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/laws $(PYTEST_ARGS)
 
 test-all: test test-slow  ## run test, then test-slow
 

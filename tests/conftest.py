@@ -42,20 +42,14 @@ _PART_BYTES = 5 * 1024 * 1024
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of `make quick` and `make faults`."""
-    parser.addoption(
-        "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
-    )
+    parser.addoption("--one-of-each-law", action="store_true", help="only the first fast case of each law")
     parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
+    parser.addoption("--share", default="0/1", help="only every so manieth test: 2/6 is the third of each six")
     parser.addoption("--part", default="0/1", help="only this part of the tests: 2/6 is the third of six")
     parser.addoption(
         "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
     )
     parser.addoption("--fault-seed", type=int, default=1, help="at which moments they come")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Make fast tests fail if they take too long."""
-    config.pluginmanager.register(durations)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is applied
@@ -74,11 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--on-oldest"):
         items[:] = oldest.select(items)
     items[:] = [item for item in items if _part(item, num_parts) == part]
+    share, num_shares = map(int, config.getoption("--share").split("/"))
+    items[:] = items[share::num_shares]
     if config.getoption("--one-of-each-law"):
-        shortest = durations.shortest_tests()
-        fast = [item for item in reversed(items) if _is_law(item) and item.get_closest_marker("slow") is None]
-        fast.sort(key=lambda item: item.nodeid in shortest)  # the last one of each file is kept
-        items[:] = {item.nodeid.partition("::")[0]: item for item in fast}.values()
+        fast = [item for item in reversed(items) if item.get_closest_marker("slow") is None]
+        items[:] = {item.nodeid.partition("[")[0]: item for item in fast}.values()  # the first of each is kept
 
 
 def assert_slow_tests_are_found(items: list[pytest.Item]) -> None:

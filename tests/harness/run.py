@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -47,6 +47,8 @@ _IMPORTED = (
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
 )
+SHARED = {"tests/laws/test_resume.py": 4, "tests/laws/test_controls.py": 4}
+"""How many processes share the tests of a long file."""
 _KINDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
 
 
@@ -126,13 +128,10 @@ class Suite:
         num_jobs: Number of files at a time.
         options: pytest's options, for each file; with ``-x`` the first failure ends everything.
         directory: Directory for the files of its processes.
-        num_again: Up to this many failed tests are run once more, alone. A test that passes then is unstable, not a
-            failure. A resumed run that differs from the whole run is a failure in any case.
     """
 
-    def __init__(self, *, num_jobs: int, options: list[str], directory: Path, num_again: int = 0) -> None:
+    def __init__(self, *, num_jobs: int, options: list[str], directory: Path) -> None:
         self._num_jobs = num_jobs
-        self._num_again = num_again
         self._options = options
         self._stops_at_failure = not {"-x", "--exitfirst"}.isdisjoint(options)
         self._directory = directory
@@ -140,8 +139,6 @@ class Suite:
         self.reports: dict[str, durations.Report] = {}
         self.failures: dict[str, str] = {}
         """The files that failed, with all their output."""
-        self.unstable: list[str] = []
-        """The tests that failed and then passed alone, with the reasons."""
 
     def run(self, files: dict[str, list[str]]) -> None:
         """Run the files in this order."""
@@ -159,37 +156,10 @@ class Suite:
                 self._running.append(run)
             while self._running and not self._has_to_stop():
                 self._wait()
-            self._run_again(files)
         finally:
             for run in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(run.process_id, signal.SIGKILL)
-
-    def _run_again(self, files: dict[str, list[str]]) -> None:
-        """Run failed tests once more, one file at a time, if there are only a few."""
-        failed = {file: self.reports[file] for file in self.failures}
-        num_failed = sum(len(report.not_passed) for report in failed.values())
-        if num_failed > self._num_again or any(len(each.failed) < len(each.not_passed) for each in failed.values()):
-            return
-        for number, (file, before) in enumerate(failed.items()):
-            if not before.failed:  # the file did not finish
-                continue
-            output = self.failures.pop(file)
-            path = files[file][0].partition("::")[0]
-            names = [f"{path}::{nodeid.partition('::')[2]}" for nodeid in before.failed]
-            run = FileRun(file=file, arguments=names, directory=self._directory / f"again-{number}")
-            run.start(self._options)
-            self._running.append(run)
-            self._wait()
-            after = self.reports[file]
-            if after.outcomes != {"passed": len(before.failed)}:
-                self.failures[file] = output
-                self.reports[file] = before
-                continue
-            self.unstable += before.not_passed
-            passed = before.outcomes.get("passed", 0) + len(before.failed)
-            outcomes = {**before.outcomes, "passed": passed, "failed": 0, "error": 0}
-            self.reports[file] = replace(before, outcomes=outcomes, not_passed=[], failed=[])
 
     def _has_to_stop(self) -> bool:
         return self._stops_at_failure and bool(self.failures)
@@ -239,7 +209,15 @@ def find_files(paths: list[str]) -> dict[str, list[str]]:
             files |= {str(file.relative_to(ROOT)): [str(file.relative_to(ROOT))] for file in found}
         else:
             files.setdefault(str(path.relative_to(ROOT)), []).append(argument)
-    return files
+    return {name: found for file, arguments in files.items() for name, found in _shares(file, arguments).items()}
+
+
+def _shares(file: str, arguments: list[str]) -> dict[str, list[str]]:
+    """Return a name and arguments for each process that runs a share of a file: one, but for the files of `SHARED`."""
+    num_shares = SHARED.get(file, 1) if arguments == [file] else 1
+    if num_shares == 1:
+        return {file: arguments}
+    return {f"{file} {i + 1}/{num_shares}": [file, f"--share={i}/{num_shares}"] for i in range(num_shares)}
 
 
 @contextlib.contextmanager
@@ -259,7 +237,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many files at a time")
     parser.add_argument("-m", dest="mark", default="", help="as pytest's")
-    parser.add_argument("--again", type=int, default=0, help="up to how many failed tests are run once more, alone")
     parser.add_argument("--record-durations", action="store_true", help="write tests/durations.json")
     arguments, rest = parser.parse_known_args()
     began = time.monotonic()
@@ -272,10 +249,10 @@ def main() -> int:
     files = find_files(paths)
     kind = "slow" if arguments.mark == "slow" else "fast"
     if kind == "slow":
-        files = {file: found for file, found in files.items() if durations.may_have_slow_tests(ROOT / file)}
+        files = {file: found for file, found in files.items() if durations.may_have_slow_tests(ROOT / file.split()[0])}
     with _directory() as directory:
         _get_ready()
-        suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory, num_again=arguments.again)
+        suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory)
         suite.run({file: files[file] for file in durations.longest_first(files, kind)})
     if arguments.record_durations:
         durations.record(suite.reports, kind)
@@ -301,8 +278,6 @@ def _print_summary(suite: Suite, seconds: float) -> None:
         print("\nslowest files, with their processor time:")
         lines = [f"{each.seconds:8.1f} s  {file} ({each.processor_seconds:.1f} s)\n" for file, each in slowest]
         print("".join(lines))
-    for nodeid in suite.unstable:
-        print(f"unstable, failed and passed alone: {nodeid}")
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)

@@ -14,27 +14,17 @@ FILES = {
     "test_broken.py": "import a_module_that_is_not_there\n",
     "test_main.py": "import sys\n\ndef test_it(): assert not hasattr(sys.modules['__main__'], '__file__')\n",
     "test_empty.py": "",
-    "test_unstable.py": (
-        "import pathlib\n\nSEEN = pathlib.Path(__file__).with_suffix('.seen')\n\n"
-        "def test_one(): pass\n\n"
-        "def test_two():\n    was_there = SEEN.exists()\n    SEEN.touch()\n    assert was_there\n"
-    ),
-    "test_differs.py": (
-        "import pathlib\n\nfrom lightning_faulttolerant.testing.exactness import NotTheSame\n\n"
-        "SEEN = pathlib.Path(__file__).with_suffix('.seen')\n\n"
-        "def test_it():\n    if not SEEN.exists():\n        SEEN.touch()\n        raise NotTheSame('batch 3')\n"
-    ),
 }
 
 
-def make_suite(directory: Path, *options: str, num_jobs: int = 2, num_again: int = 0) -> Suite:
+def make_suite(directory: Path, *options: str, num_jobs: int = 2) -> Suite:
     """Return a suite of the files above."""
     for name, source in FILES.items():
         (directory / name).write_text(source)
     (directory / "run").mkdir()
     common = ["-q", "-c", "/dev/null", f"--rootdir={directory}", "--import-mode=importlib"]
     options = (*common, *options)
-    return Suite(num_jobs=num_jobs, options=[*options], directory=directory / "run", num_again=num_again)
+    return Suite(num_jobs=num_jobs, options=[*options], directory=directory / "run")
 
 
 @pytest.fixture
@@ -74,30 +64,6 @@ def test_the_first_failure_ends_all_if_that_is_asked_for(tmp_path: Path) -> None
     assert list(suite.reports) == ["test_bad.py"]
 
 
-def test_a_test_that_passes_alone_is_unstable(tmp_path: Path) -> None:
-    """An unstable test is not a failure, and it is named with the reason. A test that fails again is a failure."""
-    suite = make_suite(tmp_path, num_again=2)
-    run(suite, tmp_path, "test_unstable.py", "test_bad.py", "test_good.py")
-    assert list(suite.failures) == ["test_bad.py"]
-    [unstable] = suite.unstable
-    assert unstable.startswith("test_unstable.py::test_two (0 s): assert False")
-    assert describe(suite.reports["test_unstable.py"].outcomes) == "2 passed"
-    assert describe(suite.reports["test_bad.py"].outcomes) == "1 failed, 1 passed"
-
-
-@pytest.mark.parametrize(
-    ("names", "num_again"),
-    [(["test_unstable.py"], 0), (["test_unstable.py", "test_bad.py"], 1), (["test_differs.py"], 1)],
-    ids=["not asked for", "too many", "a law"],
-)
-def test_not_all_is_run_again(tmp_path: Path, names: list[str], num_again: int) -> None:
-    """Nothing runs again if many tests fail, or if a resumed run differed from the whole run."""
-    suite = make_suite(tmp_path, num_again=num_again)
-    run(suite, tmp_path, *names)
-    assert sorted(suite.failures) == sorted(names)
-    assert suite.unstable == []
-
-
 def test_nothing_is_left(suite: Suite, tmp_path: Path) -> None:
     """The directories of the processes are removed as they end."""
     run(suite, tmp_path, "test_good.py", "test_dies.py")
@@ -115,6 +81,7 @@ def test_what_is_asked_for_is_gathered_by_file() -> None:
     one, other = "tests/test_layers.py::test_the_package_passes", "tests/test_layers.py::test_another"
     assert find_files([one, other]) == {"tests/test_layers.py": [one, other]}
     assert "tests/harness/test_run.py" in find_files(["tests/harness"])
+    assert find_files(["tests/laws/test_resume.py"])["tests/laws/test_resume.py 2/4"][1:] == ["--share=1/4"]
     with pytest.raises(SystemExit, match="There is no tests/nothing"):
         find_files(["tests/nothing"])
 
