@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults soak checks lint types compiled format clean
+.PHONY: night versions help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults soak checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -126,6 +126,17 @@ faults: $(NEWEST)  ## let each kind of fault come at random moments of supervise
 	@echo "make faults FAULT_TRIALS=$(FAULT_TRIALS) FAULT_SEED=$(FAULT_SEED)"
 	$(BIN)/$(SUITE) tests/cli/supervise/test_faults.py --fault-trials=$(FAULT_TRIALS) --fault-seed=$(FAULT_SEED) $(PYTEST_ARGS)
 
+# Pieces of the night that run on any day: make night PIECES="soak 'slow 2'"
+PIECES ?=
+night: $(NEWEST)  ## run what takes long, in rotation by date (a week covers all of it); note it in tests/night.json
+	$(BIN)/python -m tests.harness.night $(PIECES)
+
+# The versions beside the pinned pair: two of Python, and the newest torch that the registry serves.
+VERSIONS ?= python3.10 python3.13 torch
+versions: $(VERSIONS:%=version-%)  ## run the fast tests on other versions of Python, and on the newest torch
+version-%: .venv-%/installed.stamp
+	.venv-$*/bin/$(SUITE) -m "not slow" $(PYTEST_ARGS)
+
 # Hours of random trainings, struck at random moments; or the directory of one trial, to repeat it.
 HOURS ?= 1
 TRIAL ?=
@@ -189,6 +200,18 @@ $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 
 $(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/oldest.txt)
+
+.PRECIOUS: .venv-%/torch.stamp .venv-%/installed.stamp
+# pyenv offers names without an interpreter, so its folders come after the names.
+.venv-python%/torch.stamp: PYTHON = python$* $(wildcard $(HOME)/.pyenv/versions/$**/bin/python)
+.venv-python%/torch.stamp: requirements/newest.txt | $(UV)
+	$(make_environment)
+
+.venv-torch/torch.stamp: requirements/newest-torch.txt | $(UV)
+	$(make_environment)
+
+.venv-%/installed.stamp: .venv-%/torch.stamp pyproject.toml requirements/originals.txt
+	$(call install_package,$(if $(filter torch,$*),requirements/newest-torch.txt,requirements/newest.txt))
 
 # Libraries that users train with, and their dependencies. Leaving out torch's CUDA packages saves gigabytes.
 .venv-libraries/torch.stamp: requirements/libraries.txt | $(UV)
