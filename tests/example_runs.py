@@ -61,9 +61,9 @@ def autosaves(directory: Path) -> set[str]:
 
 def strike_after_saves(script: Script, directory: Path, *, num_saves: int = 2, signum: int = signal.SIGKILL) -> Ended:
     """Send a signal to an example and its workers after it has written `num_saves` more autosaves."""
-    before, deadline = autosaves(directory), time.monotonic() + 60
+    before = autosaves(directory)
     seen: set[str] = set()
-    while len(seen) < num_saves and time.monotonic() < deadline:
+    while len(seen) < num_saves and script.is_running():
         seen |= autosaves(directory) - before
         time.sleep(0.002)
     with suppress(ProcessLookupError):

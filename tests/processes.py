@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +40,19 @@ class Script:
         script = functools.partial(_as_script, main, arguments, path)
         self.process_id = fork_and_run(script, output=self._output, seed=seed)
 
-    def wait(self, timeout_seconds: float = 60) -> Ended:
-        """Wait until it ends; kill it if it does not."""
-        deadline = time.monotonic() + timeout_seconds
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(self.process_id, os.WNOHANG)
-            if done:
-                return Ended(os.waitstatus_to_exitcode(status), self._output.read_text())
-            time.sleep(0.005)
-        os.killpg(self.process_id, signal.SIGKILL)
-        os.waitpid(self.process_id, 0)
-        raise TimeoutError(f"the process did not end:\n{self._output.read_text()}")
+    def is_running(self) -> bool:
+        """Return whether it has not ended; `wait` still has to be called."""
+        return os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def wait(self) -> Ended:
+        """Wait until it ends. If the test ends before, as at its limit of time, kill it."""
+        try:
+            status = os.waitpid(self.process_id, 0)[1]
+        except BaseException:
+            os.killpg(self.process_id, signal.SIGKILL)
+            print(self._output.read_text())
+            raise
+        return Ended(os.waitstatus_to_exitcode(status), self._output.read_text())
 
 
 def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:

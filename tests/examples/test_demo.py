@@ -130,7 +130,7 @@ def test_the_demo_shows_that_all_is_the_same(tmp_path: Path) -> None:
     made = tmp_path / "made"
     words = [sys.executable, str(DEMO / "run.py"), "--output", str(made)]
     command = python.Command(words=words, directory=os.getcwd(), environment=dict(os.environ))
-    exit_code, output = python.run(command, scratch=tmp_path / "scratch", timeout=280)
+    exit_code, output = python.run(command, scratch=tmp_path / "scratch")
     assert exit_code == 0, output
     assert output.count("SIGKILL in batch") == 2
     assert output.count("resumed before batch") == 2

@@ -100,8 +100,8 @@ class Popen:
             self.returncode = os.waitstatus_to_exitcode(status) if done else None
         return self.returncode
 
-    def wait(self, timeout: float = 150) -> int:
-        """Wait for the end of the process, at most `timeout` seconds."""
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Wait for the end of the process. Only what is to find hangs gives a limit, in seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -110,19 +110,18 @@ class Popen:
         return code
 
 
-def run(command: Command, *, scratch: Path, timeout: float = 150) -> tuple[int, str]:
+def run(command: Command, *, scratch: Path) -> tuple[int, str]:
     """Run a command to its end, and kill what it leaves behind; return its exit code and its output.
 
     Args:
         command: As for `start`.
         scratch: Directory for two files of this function; created if it does not exist.
-        timeout: The longest time, in seconds.
     """
     scratch.mkdir(exist_ok=True)
     output, mark = scratch / "output.txt", scratch / "open"
     process = Popen(command, output=output, mark=mark)
     try:
-        exit_code = process.wait(timeout)
+        exit_code = process.wait()
     finally:
         while left := marked(mark):
             for process_id in left:

@@ -88,9 +88,7 @@ def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
     output.write_text("")
     process_id = python.start(command, output=output, mark=mark)
     _, status = os.waitpid(process_id, 0)
-    deadline = time.monotonic() + 20
-    while left := python.marked(mark):
-        assert time.monotonic() < deadline, left
+    while python.marked(mark):
         time.sleep(0.01)
     return os.waitstatus_to_exitcode(status), output.read_text()
 
@@ -149,15 +147,13 @@ def test_what_runs_is_found(tmp_path: Path) -> None:
     command = python.Command(words=[sys.executable, "-c", text], directory=str(tmp_path), environment={})
     mark = tmp_path / "mark"
     process = python.Popen(command, output=tmp_path / "output", mark=mark)
-    deadline = time.monotonic() + 20
     while len(sessions(python.marked(mark))) < 2:
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert process.pid in python.marked(mark)
     for found in python.marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(found, signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
 
 
 def test_nothing_of_this_process_is_written(tmp_path: Path) -> None:

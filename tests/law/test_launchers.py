@@ -93,7 +93,7 @@ def command(directory: Path, *, launcher: Sequence[str] = (), forks: bool = Fals
     words = [sys.executable, *launcher, script, json.dumps({"directory": str(directory), **arguments})]
     if forks:
         asked = python.Command(words=words, directory=str(directory), environment=environment)
-        return python.run(asked, scratch=directory.with_name("scratch"), timeout=SECONDS)
+        return python.run(asked, scratch=directory.with_name("scratch"))
     process = subprocess.Popen(
         words,
         env=environment,

@@ -44,7 +44,7 @@ def _forked(settings: DrillSettings, where: Path) -> DrillResult:
     (where / "settings.pickle").write_bytes(pickle.dumps(settings))
     text = f"from tests.cli.drill.real_drills import run_asked; run_asked({str(where)!r})"
     command = python.Command(words=[sys.executable, "-c", text], directory=str(ROOT), environment=environment())
-    exit_code, output = python.run(command, scratch=where / "scratch", timeout=250)
+    exit_code, output = python.run(command, scratch=where / "scratch")
     assert exit_code == 0, output
     result: DrillResult = pickle.loads((where / "result.pickle").read_bytes())
     return result
