@@ -20,9 +20,8 @@ from lightning_faulttolerant.errors import (
     RunInUseError,
     UnsafeCheckpointError,
 )
-from lightning_faulttolerant.storage import file_systems
 from tests.s3 import client
-from tests.storage.stores import calls_of_s3, damage_what_is_not_sent_yet, read, write
+from tests.storage.stores import damaging, read, requests_to_s3, write
 
 FORK = multiprocessing.get_context("fork")
 
@@ -160,7 +159,7 @@ def test_resume_reads_its_autosave_once(s3: str, monkeypatch: pytest.MonkeyPatch
     """The file is transferred once to be verified and loaded, and the later ones not at all."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=3)
     saved = [save(autosaves, number) for number in range(3)]
-    with calls_of_s3(monkeypatch) as calls:
+    with requests_to_s3(monkeypatch) as calls:
         assert autosaves.load_newest() == (saved[-1], {"number": 2})
     assert [arguments["Key"] for method, arguments in calls if method == "get_object"] == [
         saved[-1].removeprefix(f"{s3}/")
@@ -171,14 +170,10 @@ def test_damaged_upload_keeps_what_is_there(s3: str, s3_endpoint: str, monkeypat
     """An autosave that does not arrive as it was sent is an error immediately, and no earlier one is deleted for it."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=1)
     first = save(autosaves, 1)
-    real = file_systems._S3Upload.publish
-
-    def publish_damaged(self: Any) -> None:
-        damage_what_is_not_sent_yet(self, lambda data: data[:-1] + b"x")
-        real(self)
-
-    monkeypatch.setattr(file_systems._S3Upload, "publish", publish_damaged)
-    with pytest.raises(DamagedCheckpointError, match="did not arrive as it was sent"):
+    with (
+        requests_to_s3(monkeypatch, damaging(lambda data: data[:-1] + b"x")),
+        pytest.raises(DamagedCheckpointError, match="did not arrive as it was sent"),
+    ):
         save(autosaves, 2)
     assert autosaves.paths() == [first]
     assert autosaves.load_newest() == (first, {"number": 1})

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fsspec.config
+import fsspec
 import pytest
 import s3fs
 
 from lightning_faulttolerant.storage.store import open_file, open_store
+
+Requests = list[tuple[str, dict[str, Any]]]
+MIB = 1024 * 1024
 
 
 def write(url: str, name: str, content: bytes) -> None:
@@ -26,24 +28,41 @@ def read(path: str) -> bytes:
         return file.read()
 
 
+def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
+    """Return the text of the error of this kind that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
 @contextlib.contextmanager
-def calls_of_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Record the requests to S3."""
-    calls = []
+def requests_to_s3(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[str, dict[str, Any]], object] = lambda method, arguments: None,
+    after: Callable[[str, Any], object] = lambda method, answer: None,
+) -> Iterator[Requests]:
+    """Record the requests to S3; `before` may change one, and either may raise instead."""
+    requests: Requests = []
     real = s3fs.S3FileSystem._call_s3
 
-    async def call(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        calls.append((method, kwargs))
-        return await real(self, method, *args, **kwargs)
+    async def call(self: Any, method: str, *args: Any, **arguments: Any) -> Any:
+        requests.append((method, arguments))
+        before(method, arguments)
+        answer = await real(self, method, *args, **arguments)
+        after(method, answer)
+        return answer
 
     with monkeypatch.context() as patch:
         patch.setattr(s3fs.S3FileSystem, "_call_s3", call)
         patch.setattr(s3fs.S3FileSystem, "call_s3", fsspec.asyn.sync_wrapper(call))
-        yield calls
+        yield requests
 
 
-def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
-    """Make an upload to S3 send other bytes than it was given."""
-    data = damage(upload._file.buffer.getvalue())
-    upload._file.buffer = io.BytesIO()
-    upload._file.buffer.write(data)
+def damaging(change: Callable[[bytes], bytes]) -> Callable[[str, dict[str, Any]], None]:
+    """Return a function that makes the last part of an upload to S3 arrive as other bytes than it was sent."""
+
+    def damage(method: str, arguments: dict[str, Any]) -> None:
+        if method == "put_object" or (method == "upload_part" and len(arguments["Body"]) < 5 * MIB):
+            arguments["Body"] = change(bytes(arguments["Body"]))
+
+    return damage
