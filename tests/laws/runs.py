@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut, Cuts
@@ -57,6 +57,9 @@ class Training:
     num_ranks: int = 1
     with_callback: bool = True
     stage: str = "fit"
+    more: Callable[[], list[Callback]] = list
+    """Makes callbacks that come last."""
+    ckpt_path: Path | None = None
     before: Callable[[], object] | None = None
     """What each process does first."""
     beside: Callable[[list[int]], object] | None = None
@@ -92,12 +95,12 @@ class Training:
         loggers = arguments.pop("logger", [])
         ranks = {"devices": self.num_ranks, "strategy": "ddp"} if self.num_ranks > 1 else {}
         trainer = Trainer(
-            callbacks=[*self.group.callbacks(), *own, Events(path), Cuts(cut)],
+            callbacks=[*self.group.callbacks(), *own, Events(path), Cuts(cut), *self.more()],
             logger=[*(loggers if isinstance(loggers, list) else [loggers]), Logs(path)],
             default_root_dir=self.root,
             **{**QUIET, **ranks, **arguments},
         )
-        run_stage(trainer, self.group, self.stage)
+        run_stage(trainer, self.group, self.stage, self.ckpt_path)
         write_end(path, trainer)
 
     def finished(self) -> Start:
@@ -108,11 +111,11 @@ class Training:
         return start
 
 
-def run_stage(trainer: Trainer, group: Group, stage: str) -> None:
+def run_stage(trainer: Trainer, group: Group, stage: str, ckpt_path: Path | None = None) -> None:
     """Let a trainer fit, validate, test, or predict."""
     data = group.data()
     if stage == "fit":
-        trainer.fit(group.module(), **data)
+        trainer.fit(group.module(), ckpt_path=ckpt_path, **data)
     else:
         loaders = data.get("val_dataloaders")
         getattr(trainer, stage)(group.module(), **({"dataloaders": loaders} if loaders is not None else data))

@@ -1,0 +1,178 @@
+"""The law for checkpoints that other code saves in a hook: a run that starts from one does the rest of the run."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from syrupy.assertion import SnapshotAssertion
+
+from tests.laws.events import Broken, Event, slice_of
+from tests.laws.groups import check, groups_of, seed
+from tests.laws.rows import Group, Net, Row
+from tests.laws.runs import Training, whole_run
+from tests.messages import plain
+
+pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from")
+
+Call = tuple[str, int, int | None]
+LAST = -1
+NUM_FAST = 5
+# A hook, the epoch, and the batch of the call that saves.
+CALLS = (
+    ("on_train_batch_start", 0, 0), ("on_train_batch_start", 1, 2), ("on_before_optimizer_step", 0, 3),
+    ("on_train_batch_end", 0, 0), ("on_train_batch_end", 0, 2), ("on_train_batch_end", 0, LAST),
+    ("on_train_batch_end", 1, 1), ("on_train_batch_end", 1, LAST),
+    ("on_train_epoch_start", 0, None), ("on_train_epoch_start", 1, None), ("on_train_epoch_end", 0, None),
+    ("on_train_epoch_end", 1, None), ("on_validation_start", 0, None), ("on_validation_batch_end", 0, 1),
+    ("on_validation_batch_end", 1, 0), ("on_validation_end", 0, None), ("on_validation_end", 1, None),
+)  # fmt: skip
+# Where a run that starts from this hook's checkpoint begins: at the batch or the validation run of the save.
+BEFORE = {
+    "on_train_batch_start": "batch",
+    "on_before_optimizer_step": "batch",
+    "on_validation_start": "evaluation",
+}
+AFTER = {
+    "on_train_batch_end": "trained",
+    "on_train_epoch_start": "epoch",
+    "on_train_epoch_end": "epoch end",
+    "on_validation_batch_end": "evaluated",
+    "on_validation_end": "evaluation end",
+}
+
+
+def file_of(directory: Path, call: Call) -> Path:
+    """Return the file of a call."""
+    return directory / "{}-{}-{}.ckpt".format(*call)
+
+
+def saves(directory: Path, *, kind: type[Callback] = Callback) -> Callback:
+    """Return a callback that saves a checkpoint in each of `CALLS`; it has no state."""
+
+    def hook_of(hook: str) -> Callable[..., None]:
+        def save(self: Callback, trainer: Trainer, *arguments: Any) -> None:
+            numbers = [argument for argument in arguments if isinstance(argument, int)]
+            batch = trainer.fit_loop.batch_idx if hook == "on_before_optimizer_step" else (numbers or [None])[0]
+            if "train_batch" in hook and batch == trainer.num_training_batches - 1:
+                batch = LAST
+            call = hook, trainer.current_epoch, batch
+            if call in CALLS and not trainer.sanity_checking:
+                trainer.save_checkpoint(file_of(directory, call))
+
+        return save
+
+    return type("Saves", (kind,), {hook: hook_of(hook) for hook, *_ in CALLS})()
+
+
+class LastOfAll(Checkpoint):
+    """Lightning calls it after all other callbacks."""
+
+
+def assert_continues_from(group: Group, calls: list[Call], kind: type[Callback] = Callback) -> None:
+    """Check that a run from each of these calls' files does what the whole run does from there on."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        [whole] = whole_run(group, root)
+        saving = Training(group=group, root=root / "saving", more=lambda: [saves(root, kind=kind)])
+        if saving.start(overhead_budget=1.0, every_n_train_steps=1000).codes != [0]:
+            raise Broken(saving.starts[0].output)
+        [events] = saving.starts[0].events
+        assert slice_of(whole, events, whole_name="the whole run", part_name="the run that saves") == (0, len(whole))
+        for call in calls:
+            path = file_of(root, call)
+            resumed = Training(group=group, root=root / path.stem, ckpt_path=path)
+            [found] = resumed.finished().events
+            begin, end = slice_of(whole, found, whole_name="the whole run", part_name=f"the run from {path.name}")
+            expected = begin_of(whole, call)
+            again = begin_of(whole, ("on_validation_start", call[1], None)) if "validation" in call[0] else expected
+            if end != len(whole) or begin not in (expected, again):  # the whole validation run is done again
+                raise Broken(f"The run from {path.name} has events {begin} to {end}, not from {expected} on.")
+
+
+def begin_of(whole: list[Event], call: Call) -> int:
+    """Return the first event of a run that starts from a call's file."""
+    hook, epoch, batch = call
+    kind = BEFORE.get(hook) or AFTER[hook]
+    of_epoch = [i for i, event in enumerate(whole) if event["kind"] == kind and event["epoch"] == epoch]
+    if batch not in (None, LAST):
+        of_epoch = [i for i in of_epoch if whole[i]["batch"] == batch]
+    return of_epoch[-1] + (hook in AFTER)
+
+
+def is_quiet(row: Row) -> bool:
+    """Return whether a row's module has no hooks, which would come after the save, and each batch is a step."""
+    kinds = row.module.__mro__[: row.module.__mro__.index(Net)] if row.module else ()
+    return row.repeats == 1 and not any(name.startswith("on_") for kind in kinds for name in vars(kind))
+
+
+def continues_from(group: Group) -> None:
+    """Check the law on a group, with some calls that the seed decides."""
+    assert_continues_from(group, random.Random(f"{seed()} {group}").sample(CALLS, 3))
+
+
+GROUPS = groups_of(is_quiet)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [*GROUPS[:NUM_FAST], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[NUM_FAST:])],
+    ids=str,
+)
+def test_saved_in_a_hook(group: Group) -> None:
+    """Whatever the loaders and settings, a checkpoint that a hook saves continues the run."""
+    check(group, continues_from)
+
+
+SOME = [call for call in CALLS if call[1:] in ((0, LAST), (0, None))]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Callback, CALLS), (LastOfAll, SOME)], ids=["in order", "last of all"])
+def test_saved_in_each_hook(kind: type[Callback], calls: list[Call]) -> None:
+    """In a plain training, each of the hooks may save, whether Lightning calls it in order or after all others."""
+    enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
+    assert_continues_from(Group(rows=(enabled,)), list(calls), kind)
+
+
+class Teacher(Net):
+    """Updates a teacher in its own hook, after every callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("teacher", torch.zeros(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.teacher += next(self.parameters()).sum().detach()
+
+
+class SavesInItsStep(Net):
+    """Saves between the step of the optimizer and the end of the batch."""
+
+    def lr_scheduler_step(self, *arguments: Any) -> None:
+        super().lr_scheduler_step(*arguments)
+        if self.trainer.global_step == 3:
+            self.trainer.save_checkpoint("../on_train_batch_end-0-2.ckpt")
+
+
+@pytest.mark.parametrize("module", [Teacher, SavesInItsStep])
+def test_save_that_cannot_be_exact(module: type[Net], tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """What comes after the save is named, by the save and by a start from it, which is refused unless strict is off."""
+    group = Group(rows=(Row(name="module", module=module),))
+    path = file_of(tmp_path, ("on_train_batch_end", 0, 2))
+    more = (lambda: [saves(tmp_path)]) if module is Teacher else list
+    saving = Training(group=group, root=tmp_path / "saving", more=more)
+    assert saving.start().codes == [0], saving.starts[0].output
+    refused = Training(group=group, root=tmp_path / "refused", ckpt_path=path)
+    assert refused.start().codes == [1]
+    assert refused.start(strict=False).codes == [0]
+    outputs = [saving.starts[0].output, *(start.output for start in refused.starts)]
+    lines = [line for output in outputs for line in plain(output, DIR=tmp_path).splitlines()]
+    said = [line for line in lines if "exact" in line and "self._" not in line]
+    assert "\n".join(dict.fromkeys(said)) == snapshot
