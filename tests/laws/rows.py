@@ -124,7 +124,7 @@ class Row:
         alone: Whether `train` can't be joined with the loaders of other rows.
         validation: Makes the loaders of validation runs.
         data: Makes a data module.
-        trainer: Arguments of the Trainer.
+        trainer: Arguments of the Trainer; ``logger`` is a function that makes one or several.
         options: Arguments of FaultTolerance.
         only_with: Whether only a run with the callback has the feature, so that there is no plain run to compare with.
         takes: What it takes for itself alone, besides what is found out.

@@ -92,7 +92,7 @@ class Training:
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests
         own = [FaultTolerance(**options)] if self.with_callback else []
         arguments = self.group.trainer()
-        loggers = arguments.pop("logger", [])
+        loggers = arguments.pop("logger", list)()  # made here: each process has its own
         ranks = {"devices": self.num_ranks, "strategy": "ddp"} if self.num_ranks > 1 else {}
         trainer = Trainer(
             callbacks=[*self.group.callbacks(), *own, Events(path), Cuts(cut), *self.more()],
