@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.faults import Disk, KillWhenWritten, is_in_background
+from tests.faults import Disk, is_in_background
 from tests.processes import run
 from tests.runs import Net, fit_eight
 from tests.scripts import autosaves, protected, tell, told
@@ -70,36 +69,12 @@ class KillInWrite(Disk):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class StopInWrite(Disk):
-    """Sends a signal to the process while it writes in the background."""
-
-    def strike(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-
 class FullDisk(Disk):
     """Has no space left for background writes from then on."""
 
     def strike(self) -> None:
         self.at = self.num_calls + 1
         raise OSError(28, "No space left on device")
-
-
-class RaiseInWrite(Held):
-    """Raises in a batch during a write, which it keeps from finishing earlier; without a write it does not raise."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__(1)
-        self.batch = batch
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        is_writing = any(thread.name == "autosave" for thread in threading.enumerate())
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
-        if batch_idx == self.batch:
-            self.num_begun = 8
-            if is_writing:
-                raise ZeroDivisionError("in the middle of a write")
 
 
 def fit_workers(num_workers: int, accumulate: int = 1) -> Any:
@@ -122,30 +97,6 @@ def test_killed_in_the_middle_of_a_write(num_workers: int, accumulate: int, at: 
     places = [(cost.epoch, cost.batch) for cost in costs]
     # A resumed fit does not save the state that it has read, and waits for its first write.
     assert places == ([(0, 3), (1, 2)] if accumulate == 1 else [(0, 3), (1, 3)])
-
-
-@pytest.mark.parametrize("budget", [{"overhead_budget": 1.0}, {"train_time_interval": timedelta(seconds=0.01)}])
-def test_killed_when_saves_are_skipped(budget: dict[str, Any]) -> None:
-    """If time decides, boundaries pass during a write, and each file holds the state of one boundary."""
-    costs = assert_resumes_exactly(fit_eight, [[KillWhenWritten(5)], [KillWhenWritten(7)]], options=BEHIND | budget)
-    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
-
-
-def test_stopped_in_the_middle_of_a_write() -> None:
-    """SIGTERM waits for the write and then saves the current boundary: no batch is trained twice."""
-    [first, second] = assert_resumes_exactly(
-        fit_workers(2), [[StopInWrite(at=7)], [StopInWrite(at=11)]], options=ALWAYS
-    )
-    assert (first.exit_code, second.exit_code) == (143, 143)
-    assert (first.num_batches_twice, second.num_batches_twice) == (0, 0)
-
-
-def test_exception_in_the_middle_of_a_write() -> None:
-    """An exception waits for the write and then saves the captured boundary: only the failed batch is trained again."""
-    faults = [[RaiseInWrite(3)], [RaiseInWrite(6)]]
-    [first, second] = assert_resumes_exactly(fit_eight, faults, options={**ALWAYS, "overhead_budget": 1.0})
-    assert (first.exit_code, second.exit_code) == (1, 1)
-    assert (first.batch, second.batch) == (3, 6)
 
 
 def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(tmp_path: Path) -> None:

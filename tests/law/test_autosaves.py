@@ -58,13 +58,6 @@ def test_crash_during_the_resume_itself(hook: str) -> None:
         assert_resumes_exactly(fit, with_crash, options={"every_n_train_steps": 1})
 
 
-@pytest.mark.parametrize("kill", [3, 7])
-def test_killed_again_before_another_autosave(kill: int) -> None:
-    """A run that is killed again before its next autosave resumes from the same autosave."""
-    costs = assert_resumes_exactly(fit_net, [KillAt(kill), KillAt(1)], options={"every_n_train_steps": 3})
-    assert len({(cost.epoch, cost.batch) for cost in costs}) == 1
-
-
 @pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
 def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> None:
     """After a crash during the resume, the third process trains what the uninterrupted run trains."""
@@ -78,30 +71,6 @@ def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> No
     ended = run(lambda: main("killed"), seed=99)
     assert "Resumed exactly before batch 3 of epoch 0" in ended.output
     assert told(tmp_path, "killed") == told(tmp_path, "whole")
-
-
-def test_damaged_newest_autosave_is_set_aside(tmp_path: Path) -> None:
-    """A damaged autosave is set aside and reported, and the run resumes from the previous one."""
-    run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
-    newest = autosaves(tmp_path)[-1]
-    content = bytearray(newest.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 256] = bytes(byte ^ 1 for byte in content[middle : middle + 256])  # more than padding
-    newest.write_bytes(content)
-    ended = run(lambda: fit_net([protected()], tmp_path), seed=99)
-    assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 2 of epoch 0" in ended.output
-    assert f"{newest.name}.damaged" in ended.output
-
-
-def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
-    """If no autosave verifies, that is an error, never a fresh start."""
-    run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
-    for path in autosaves(tmp_path):
-        path.write_bytes(b"nothing")
-    ended = run(lambda: fit_net([protected()], tmp_path))
-    assert ended.exit_code == 1
-    assert "NoValidCheckpointError" in ended.output
 
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
@@ -253,24 +222,6 @@ def test_report_says_what_was_restored(tmp_path: Path) -> None:
     assert text.splitlines()[0].startswith("Resumed exactly before batch 3 of epoch 0, global step 3, in ")
     for part in ("weights", "random generators", "order of samples and workers", "metrics", "logged values"):
         assert part in text
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_best_models_survive_a_new_version_of_the_default_logger(tmp_path: Path) -> None:
-    """ModelCheckpoint's best score, path, and files equal the uninterrupted run's, though its directory changed."""
-
-    def main(name: str, *faults: Callback) -> None:
-        best = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}")
-        callbacks = [protected(), best, *faults]
-        fit_net(callbacks, tmp_path / name, enable_checkpointing=True, logger=True, max_epochs=4)
-        scores = {Path(path).name: score.item() for path, score in best.best_k_models.items()}
-        tell(tmp_path, name, [best.best_model_score.item(), Path(best.best_model_path).name, scores])
-
-    assert run(lambda: main("whole")).exit_code == 0
-    assert run(lambda: main("killed", KillAt(16))).exit_code == -signal.SIGKILL
-    ended = run(lambda: main("killed"), seed=99)
-    assert ended.exit_code == 0, ended.output
-    assert told(tmp_path, "killed") == told(tmp_path, "whole")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -23,7 +23,6 @@ from lightning_faulttolerant.cli import main as command
 from lightning_faulttolerant.records.history import FitHistory
 from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import read_lines
-from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.full_disks import FullDisk, Unreachable
 from tests.processes import Ended, run
@@ -67,34 +66,6 @@ def report_on(directory: Path) -> str:
     with contextlib.redirect_stdout(output):
         assert command(["report", str(directory)]) == 0
     return output.getvalue()
-
-
-@pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "keep_last": 1}, {**EVERY_STEP, "async_save": True}])
-def test_killed_after_a_full_disk(options: dict[str, Any]) -> None:
-    """Killed when there is room again, a run resumes from a save made since, and equals the other run bit for bit."""
-    [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(2, 5), KillAt(11)]], options=options)
-    assert cost.exit_code == -signal.SIGKILL
-    assert (cost.epoch, cost.batch) in [(1, 3), (1, 2)] if "async_save" in options else [(1, 3)]
-
-
-@pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "async_save": True}])
-def test_killed_while_the_disk_is_full(options: dict[str, Any]) -> None:
-    """Killed before there is room, a run resumes from the last good autosave, which is never deleted."""
-    [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(3), KillAt(7)]], options=options)
-    assert (cost.exit_code, cost.epoch) == (-signal.SIGKILL, 0)
-    assert cost.batch in ((2, 3) if "async_save" in options else (3,))
-
-
-def test_killed_twice_in_a_run_whose_disk_is_full_at_times() -> None:
-    """The same holds for a resumed run whose first save fails, and inside an accumulation window."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Any:
-        return fit_notes(callbacks, directory, accumulate_grad_batches=3)
-
-    faults = [[FullDisk(2, 4), KillAt(7)], [FullDisk(0, 2), KillAt(6)]]
-    first, second = assert_resumes_exactly(fit, faults, options=EVERY_STEP)
-    assert (first.epoch, first.batch) == (0, 6)
-    assert (second.epoch, second.batch) == (1, 3)
 
 
 def fit_with(directory: Path, *callbacks: Callback, name: str = "weights", **options: Any) -> Ended:
@@ -146,22 +117,6 @@ def test_finished_fit_that_can_not_be_saved_is_finished(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert len(told(tmp_path, "weights")) == 1
     assert f"The state before batch 7 of epoch 1 {COULD_NOT}" in ended.output
-
-
-def test_stop_that_can_not_be_saved_says_what_is_lost(tmp_path: Path) -> None:
-    """Exit code and message of a stop say that the last autosave is older, and by how many batches."""
-    ended = fit_with(tmp_path, FullDisk(5), KillAt(9, signum=signal.SIGTERM))
-    assert ended.exit_code == 74, ended.output
-    expected = (
-        r"Stopped by SIGTERM before batch 2 of epoch 1\. The state could not be saved: OSError: \[Errno 28\][^\n]*\."
-        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. The state before batch 5 of epoch 0 is"
-        rf" saved in {tmp_path}[^\n]*\. To continue, type: "
-    )
-    assert re.search(expected, ended.output), ended.output
-    assert ended.output.count("could not be saved") == 2
-    assert "traceback" not in ended.output.lower()
-    ended = fit_with(tmp_path, KillAt(0))
-    assert "Resumed exactly before batch 5 of epoch 0" in ended.output
 
 
 def test_stop_in_validation_that_can_not_be_saved(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import warnings
 from pathlib import Path
@@ -18,7 +17,6 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint import increments
 from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.checkpoint.verify import load_file
-from lightning_faulttolerant.errors import OPTIONS_VARIABLE
 from lightning_faulttolerant.records.runs import RESUME_FROM_VARIABLE, VARIABLE
 from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.testing.processes import run_ranks
@@ -51,15 +49,6 @@ def fit_blindly(callbacks: list[Callback], directory: Path) -> Any:
     """Fit the same, but take every tensor for unchanged."""
     increments.is_equal = lambda *_: True  # type: ignore[attr-defined,assignment]  # in its own process
     return fit(callbacks, directory)
-
-
-@pytest.mark.parametrize("options", ["async_save=false", "async_save=true", "FlightRecorder.keep_every=3"])
-def test_a_killed_run_continues_exactly(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after each kind of change, with every save incremental, the run equals the uninterrupted one."""
-    monkeypatch.setenv(OPTIONS_VARIABLE, options)
-    faults = [KillAt(3), KillAt(4)]
-    costs = assert_resumes_exactly(fit, faults, options=INCREMENTAL)
-    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
 def test_a_change_that_is_not_saved_is_found() -> None:
@@ -135,24 +124,6 @@ def test_files_of_hostile_depth_or_size_are_damage(
     assert "damaged" in call(capsys, "inspect", newest).err
     ended = _main(tmp_path / "found")
     assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
-    assert told(tmp_path / "found", "weights") == told(tmp_path / "expected", "weights")
-
-
-def test_a_damaged_base_costs_the_work_of_one_interval(tmp_path: Path) -> None:
-    """The autosave before has another base."""
-    for name in ("expected", "found"):
-        (tmp_path / name).mkdir()
-    _main(tmp_path / "expected")
-    _main(tmp_path / "found", KillAt(4))
-    key = autosaves(tmp_path)[-1].name[-13:-5]
-    [base] = tmp_path.rglob(f"base-{key}.tensors")
-    data = bytearray(base.read_bytes())
-    data[700_000] ^= 1
-    base.write_bytes(data)
-    ended = _main(tmp_path / "found")
-    assert ended.exit_code == 0, ended.output
-    assert re.search(rf"with the tensors in {base.name}, record archive/data/\d+ has CRC32", ended.output)
     assert "Resumed exactly before batch 3 of epoch 0" in ended.output
     assert told(tmp_path / "found", "weights") == told(tmp_path / "expected", "weights")
 
