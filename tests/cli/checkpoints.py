@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.state.packing import pack_blobs
+from tests.messages import plain
 
 HYPER_PARAMETERS = b"not to be unpickled"
 
@@ -88,3 +91,10 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Result:
     status = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return Result(status, captured.out, captured.err)
+
+
+def told(result: Result, **paths: Path | str) -> str:
+    """Return status and texts of a call, without what differs from run to run: sizes, times, and column widths."""
+    text = f"status {result.status}\n{result.out}{'--- stderr' if result.err else ''}\n{result.err}"
+    text = re.sub(r"\b\d+(\.\d+)? (B|kB|MB)\b", "SIZE", plain(text, **paths, HOST=f" on {socket.gethostname()} "))
+    return re.sub(r"(?<=\S) {2,}", "  ", text.strip())

@@ -129,7 +129,7 @@ def test_the_scheme_of_the_reader_is_taken_and_paper_is_light(browser: Browser, 
             assert (paper > 0.9, max(drawn) < 0.2) == (True, True)
         else:
             assert (paper < 0.15, min(drawn) > 0.8) == (True, True)
-        assert browser.ask(MEASURED) == FITS
+        assert not browser.ask(MEASURED)["is_too_wide"]
     browser.command("Emulation.setEmulatedMedia", media="")
 
 

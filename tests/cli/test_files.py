@@ -1,0 +1,454 @@
+"""``list``, ``verify``, and ``prune``, on each kind of directory that runs, users, and accidents leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from syrupy.assertion import SnapshotAssertion
+
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
+from lightning_faulttolerant.checkpoint.contents import list_files, sum_files, write_manifest
+from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.records.runs import VARIABLE, Command, RegisteredRun, Registry
+from lightning_faulttolerant.storage.local import LocalStore
+from lightning_faulttolerant.storage.lock import RunLock
+from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series, told
+
+Capture = pytest.CaptureFixture[str]
+SHARD = "__0_0.distcp"
+
+
+def kept(directory: Path) -> AutosaveSeries:
+    """Save three autosaves, of which the first and the last are kept for good, and the first has been moved."""
+    series = AutosaveSeries(directory / "run" / "fit-1", keep_last=2)
+    for step in (1, 2, 3):
+        series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step, keep=step != 2)
+    return series
+
+
+def several_fits(directory: Path) -> None:
+    """Save several autosaves of three fits, and checkpoints of others."""
+    for name, number in (("run/fit-1", 3), ("run/fit-10", 1), ("run/fit-9", 2), ("mine", 2)):
+        save_series(directory / name, number)
+    save(directory / "checkpoints" / "epoch=1.ckpt", foreign(step=7, epoch=1, batch=2))
+
+
+def superseded(directory: Path) -> None:
+    """Supersede two autosaves by two new ones, and before it others of which one is kept."""
+    kept(directory).set_aside("discarded")
+    save_series(directory / "run" / "fit-1", 2)
+    AutosaveSeries(directory / "run" / "fit-1").set_aside("another-ckpt_path")
+    save_series(directory / "run" / "fit-1", 2)
+
+
+def damaged(directory: Path) -> None:
+    """Flip a byte of the newest autosave, cut the one before it, and let the series set aside a third."""
+    paths = save_series(directory / "run" / "fit-1", 5)
+    flip(paths[4])
+    AutosaveSeries(directory / "run" / "fit-1").newest()
+    flip(paths[3])
+    os.truncate(paths[2], os.path.getsize(paths[2]) // 2)
+
+
+def nothing_verifies(directory: Path) -> None:
+    """Flip a byte of each autosave."""
+    for path in save_series(directory / "run" / "fit-1", 3):
+        flip(path)
+
+
+def without_checksums(directory: Path) -> None:
+    """Write files without checksums, by option and in the old format, and one that is no checkpoint."""
+    torch.save(foreign(), directory / "old.ckpt", _use_new_zipfile_serialization=False)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    torch.save(foreign(), directory / "without.ckpt")
+    torch.serialization.set_crc32_options(before)
+    (directory / "text.ckpt").write_text("hello")
+
+
+def with_manifests(directory: Path) -> None:
+    """Commit directories of files: a sound one, one with another file, a damaged one; begin one, set one aside."""
+    for name in ("sound", "more", "damaged"):
+        save(directory / name / "inner" / "a.ckpt")
+        (directory / name / "weights.bin").write_bytes(b"123")
+        write_manifest(directory / name)
+    (directory / "more" / "notes").write_text("hello")
+    (directory / "damaged" / "weights.bin").write_bytes(b"124")
+    saver = AtomicDirectory(directory / "atomic", is_master=True)
+    for content in (b"123", b"456"):
+        folder = Path(saver.prepare_checkpoint_directory())
+        (folder / "weights.bin").write_bytes(content)
+        saver.symlink_latest(folder)
+    (folder / "weights.bin").write_bytes(b"457")
+    AtomicDirectory(directory / "atomic", is_master=True).latest()
+
+
+def shards(directory: Path) -> None:
+    """Save four directories of shards: one is damaged, one has lost its manifest; another one is Lightning's own."""
+    series = AutosaveSeries(directory / "run" / "fit-1", keep_last=100)
+    paths = []
+    for step in range(1, 5):
+        begun = series.begin_directory(epoch=0, batch=step)
+        content = checkpoint(step=step, batch=step, world_size=2)
+        torch.save({key: content[key] for key in content if key != "state_dict"}, Path(begun, METADATA_NAME))
+        Path(begun, SHARD).write_bytes(bytes([step]) * 1000)
+        paths.append(Path(series.commit_directory(begun, sum_files(begun, list_files(begun)))))
+    (paths[2] / SHARD).write_bytes(bytes(1000))
+    (paths[3] / MANIFEST_NAME).unlink()
+    foreign_folder = directory / "checkpoints" / "epoch=1.ckpt"
+    foreign_folder.mkdir(parents=True)
+    torch.save({"epoch": 1, "global_step": 7}, foreign_folder / METADATA_NAME)
+    (foreign_folder / ".metadata").write_bytes(b"")
+
+
+def finished(directory: Path) -> None:
+    """Save the autosave of a fit that has finished after one that had not."""
+    series = AutosaveSeries(directory / "run" / "fit-1", keep_last=2)
+    for step, where in ((3, "boundary"), (6, "finished")):
+        position = {"where": where, "epoch": 1, "batch": step, "global_step": step, "hook": ""}
+        series.save(checkpoint(step=step, position=position), epoch=1, batch=step, global_step=step)
+
+
+def of_others(directory: Path) -> None:
+    """Put files that only look like autosaves beside real ones: no names, links, notes, hidden ones."""
+    folder = directory / "run" / "fit-1"
+    paths = save_series(folder, 3)
+    save(folder / "last.ckpt")
+    save(folder / "autosave-1.ckpt")
+    save(folder / ".hidden" / "a.ckpt")
+    (folder / "notes.txt").write_text("")
+    (folder / "autosave-00000000-epoch=0-batch=0.ckpt").symlink_to(paths[2])
+
+
+def nothing(directory: Path) -> None:
+    """Leave nothing that is a checkpoint."""
+    (directory / "notes.txt").write_text("")
+    save(directory / ".hidden" / "a.ckpt")
+
+
+def strange(directory: Path) -> None:
+    """Leave names that could speak to a terminal, a link to nothing, and values that are no numbers."""
+    save(directory / "a\x1b[31m\n.ckpt")
+    save(Path(os.fsdecode(os.fsencode(directory) + b"/b\xff.ckpt")))
+    save(directory / "c.ckpt", {**checkpoint(), "lightning_faulttolerant": {"position": [], "world_size": "many"}})
+    (directory / "last.ckpt").symlink_to(directory / "gone.ckpt")
+
+
+LAYOUTS: dict[str, Callable[[Path], Any]] = {
+    "several fits": several_fits,
+    "kept": kept,
+    "superseded": superseded,
+    "damaged": damaged,
+    "nothing verifies": nothing_verifies,
+    "without checksums": without_checksums,
+    "with manifests": with_manifests,
+    "shards": shards,
+    "finished": finished,
+    "of others": of_others,
+    "nothing": nothing,
+    "strange": strange,
+}
+STATUSES = {  # of list, verify, and prune
+    "damaged": (0, 1, 0),
+    "nothing verifies": (0, 1, 0),
+    "without checksums": (0, 1, 0),
+    "with manifests": (0, 1, 0),
+    "shards": (0, 1, 0),
+    "nothing": (1, 1, 0),
+    "strange": (2, 2, 2),
+}
+
+
+def names(directory: Path) -> list[str]:
+    """Return all files below a directory."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_the_commands_say_of_a_directory(
+    layout: str, tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion
+) -> None:
+    """Each command gives its status and a text; with all its options, ``prune`` deletes what the dry run names."""
+    LAYOUTS[layout](tmp_path)
+    commands = [["list"], ["list", "--no-verify"], ["verify"], ["verify", "--quiet", "--strict"]]
+    commands += [["prune", "--keep-last=1"], ["prune", "--keep-last=1", "--damaged", "--superseded"]]
+    statuses, texts, before = [], [], names(tmp_path)
+    for command in commands:
+        dry = call(capsys, *command, "--dry-run", tmp_path) if command[0] == "prune" else None
+        assert names(tmp_path) == before
+        found = call(capsys, *command, tmp_path)
+        statuses.append(found.status)
+        assert all(character.isprintable() for line in found.lines for character in line)
+        texts.append(f"$ {' '.join(command)}\n{told(found, DIR=tmp_path)}\n")
+        if dry is not None:
+            assert dry.out.replace("would delete", "deleted").replace("would be deleted", "deleted") == found.out
+            texts += [f"gone: {name}" for name in before if name not in names(tmp_path)]
+            before = names(tmp_path)
+    assert (statuses[0], statuses[2], statuses[4]) == STATUSES.get(layout, (0, 0, 0))
+    assert "\n".join(texts) == snapshot
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/fit-1"])
+def test_json_has_every_field(below: str, tmp_path: Path, capsys: Capture) -> None:
+    """The JSON holds what the table shows, numbers as numbers and the time in UTC, from wherever it is found."""
+    [path] = save_series(tmp_path / "run" / "fit-1", 1)
+    os.utime(path, (0, 86400))
+    [entry] = json.loads(call(capsys, "list", tmp_path / below, "--json").out)["checkpoints"]
+    assert entry == {
+        "path": path,
+        "kind": "autosave",
+        "step": 1,
+        "epoch": 0,
+        "batch": 1,
+        "saved_at": "1970-01-02T00:00:00+00:00",
+        "num_bytes": os.path.getsize(path),
+        "world_size": 1,
+        "is_finished": False,
+        "state": "verified",
+        "reason": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (superseded, ["autosave verified"] * 2 + ["kept verified"] * 2 + ["superseded verified"] * 3),
+        (damaged, ["autosave verified"] * 2 + ["autosave damaged"] * 2 + ["set aside damaged"]),
+        (finished, ["autosave verified", "autosave verified finished"]),
+        (with_manifests, ["directory verified"] * 3 + ["directory damaged", "set aside damaged"]),
+    ],
+)
+def test_json_tells_kinds_and_states(layout: Any, expected: list[str], tmp_path: Path, capsys: Capture) -> None:
+    """Kind and state of each checkpoint are words of their own."""
+    layout(tmp_path)
+    entries = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
+    found = [f"{each['kind']} {each['state']}{' finished' * each['is_finished']}" for each in entries]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_finished_run_is_listed_as_finished(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose newest autosave is that of a finished fit says so instead of a place in an epoch."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "registry"))
+    command = Command(script="train.py", words=("python", "train.py"), directory=str(tmp_path))
+    run = RegisteredRun(run_id="run", directory=str(tmp_path / "run"), command=command, began=0.0)
+    Registry(tmp_path / "registry").add(run)
+    finished(tmp_path)
+    assert [line for line in call(capsys, "list").lines if line.endswith("fit-1 is finished")]
+    assert json.loads(call(capsys, "list", "--json").out)["runs"][0]["is_finished"]
+
+
+@pytest.mark.parametrize("place", [".", "sound"])
+def test_files_are_named_as_they_were_typed(
+    place: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative name stays one, for a directory with a manifest and for a run."""
+    with_manifests(tmp_path)
+    save_series(tmp_path / "run" / "fit-1", 3)
+    monkeypatch.chdir(tmp_path / "sound" if place == "." else tmp_path)
+    assert call(capsys, "verify", place).lines == [f"{place}: verified"]
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "prune", "run", "--keep-last", 1, "--dry-run").lines[0] == "run/fit-1: 1 kept, 2 would delete"
+
+
+def test_what_is_named_is_judged_though_it_would_be_passed_over(
+    tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion
+) -> None:
+    """Files set aside, one that is missing, texts, begun directories, and kept autosaves are judged when named."""
+    damaged(tmp_path)
+    shards(tmp_path / "shards")
+    saver = AtomicDirectory(tmp_path / "atomic", is_master=True)
+    begun = Path(saver.prepare_checkpoint_directory())
+    (begun / "weights.bin").write_bytes(b"123")
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    [aside] = tmp_path.rglob("*.damaged")
+    folders = sorted(path for path in (tmp_path / "shards" / "run" / "fit-1").iterdir() if path.is_dir())
+    places = [aside, tmp_path / "gone.ckpt", tmp_path / "text", tmp_path / "empty", begun, *folders]
+    found = [call(capsys, "verify", place) for place in places]
+    assert [each.status for each in found] == [1, 1, 1, 1, 1, 0, 0, 1, 1]
+    assert "\n".join(told(each, DIR=tmp_path, BEGUN=begun.name) for each in found) == snapshot
+    kept(tmp_path / "other")
+    before = names(tmp_path)
+    assert call(capsys, "prune", tmp_path / "other" / "run" / "fit-1" / "kept", "--keep-last", 1).status == 0
+    assert names(tmp_path) == before
+    superseded(tmp_path / "more")
+    folder = next((tmp_path / "more" / "run" / "fit-1").glob("superseded-*another*"))
+    for place in (folder, next(folder.iterdir())):
+        dry = call(capsys, "prune", place, "--keep-last", 1, "--superseded", "--dry-run")
+        assert dry.lines[0] == f"{folder.parent}: 0 kept, 2 would delete"
+        assert dry.lines[-1].startswith("2 autosaves would be deleted")
+
+
+def test_on_a_narrow_terminal_long_names_are_shortened(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal no line is wider than it; into a pipe, names are complete, as in all other tests here."""
+    save_series(tmp_path, 1)
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = call(capsys, "list", tmp_path).lines
+    assert any("..." in line and line.strip().startswith("autosave-") for line in lines)
+    assert max(map(len, lines[1:])) <= 90
+
+
+def test_progress_is_shown_on_a_terminal_only_and_wiped(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal a line shows the progress of a large file and is wiped at the end; elsewhere stderr stays empty."""
+    path = save(tmp_path / "a.ckpt", {"weights": torch.zeros(3_000_000)})
+    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_FROM_BYTES", 1000)
+    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_EVERY_SECONDS", 0.0)
+    assert call(capsys, "verify", path).err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    found = call(capsys, "verify", path)
+    assert "% of 12 MB read: a.ckpt" in found.err
+    assert found.err.endswith("\r\x1b[K")
+    assert found.out == f"{path}: verified\n"
+
+
+def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unreadable file gives status 2, but 1 if there is also a damaged file, since that is certain."""
+    sound, refused, flipped = save_series(tmp_path, 3)
+    flip(flipped)
+    opened = open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
+        if str(path) == refused:
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    found = call(capsys, "verify", sound, refused)
+    assert found.status == 2
+    assert found.lines[1] == f"{refused}: unreadable: {refused}: Permission denied"
+    assert call(capsys, "verify", sound, refused, flipped).status == 1
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--no-verify"], ["verify"]], ids=" ".join)
+def test_what_is_deleted_meanwhile_is_no_problem(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """What vanishes during the search, or between finding and reading, is left out, with status 0."""
+    first, _ = save_series(tmp_path / "run" / "fit-1", 2)
+    (tmp_path / "sharded").mkdir()
+    walk = os.walk
+
+    def walked(top: str, **options: Any) -> Any:
+        for folder, folders, files in walk(top, **options):
+            if folder == str(tmp_path):
+                folders.append("gone")
+                files.append("gone.ckpt")
+            if folder == str(tmp_path / "sharded"):
+                files.append(MANIFEST_NAME)
+            yield folder, folders, files
+        Path(first).unlink(missing_ok=True)
+
+    monkeypatch.setattr(os, "walk", walked)
+    found = call(capsys, *command, tmp_path)
+    assert (found.status, found.err) == (0, "")
+    assert "autosave-00000002" in found.out
+    assert "gone" not in found.out
+    assert "autosave-00000001" not in found.out
+
+
+# What prune must not touch.
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield another process that holds the lock of a run."""
+    program = (
+        "import sys; from pathlib import Path; from lightning_faulttolerant.storage.lock import RunLock\n"
+        "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_run_in_use_is_left_alone(tmp_path: Path, capsys: Capture, other_process: subprocess.Popen[str]) -> None:
+    """While a process trains, its run is not pruned: status 1 with host and process; other runs are pruned."""
+    save_series(tmp_path / "run" / "fit-1", 3)
+    save_series(tmp_path / "other", 3)
+    for directory in (tmp_path, tmp_path / "run", tmp_path / "run" / "fit-1"):
+        found = call(capsys, "prune", directory, "--keep-last", 1)
+        assert found.status == 1
+        assert f"in use by process {other_process.pid} on " in found.err
+    assert [name[:9] for name in names(tmp_path) if name.endswith(".ckpt")] == ["other/aut", *["run/fit-1"] * 3]
+    with RunLock(tmp_path / "other"):
+        assert call(capsys, "prune", tmp_path / "other", "--keep-last", 1).status == 1
+
+
+def test_the_lock_is_held_while_files_are_deleted(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that starts while its directory is pruned is refused; what it saved before the lock was taken counts."""
+    folder = tmp_path / "run" / "fit-1"
+    save_series(folder, 2)
+    delete, refused, acquire = LocalStore.delete, [], RunLock.acquire
+
+    def delete_while_somebody_starts(store: LocalStore, name: str) -> None:
+        with pytest.raises(RunInUseError):
+            acquire(RunLock(tmp_path / "run"))
+        refused.append(name)
+        delete(store, name)
+
+    def acquire_late(lock: RunLock) -> None:
+        save_series(folder, 1)
+        acquire(lock)
+
+    monkeypatch.setattr(LocalStore, "delete", delete_while_somebody_starts)
+    monkeypatch.setattr(RunLock, "acquire", acquire_late)
+    assert call(capsys, "prune", tmp_path, "--keep-last", 1).status == 0
+    assert len(refused) == 2
+    assert [path.name for path in folder.iterdir()] == ["autosave-00000003-epoch=0-batch=1.ckpt"]
+    monkeypatch.undo()
+    with RunLock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["DIR"],
+        *(["DIR", f"--keep-last={n}"] for n in ("0", "-1", "two")),
+        *([n, "--keep-last=1"] for n in ("", "file://")),
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_order_to_delete(
+    arguments: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a number of at least 1, or with `prune "$RUN"` where RUN has no value, nothing is deleted."""
+    save_series(tmp_path / "run/fit-1", 3)
+    monkeypatch.chdir(tmp_path)
+    words = [word.replace("DIR", str(tmp_path)) for word in arguments]
+    assert call(capsys, "prune", *words).status == 2
+    assert len(names(tmp_path)) == 3
+
+
+def test_a_run_that_can_not_be_pruned_does_not_keep_others_from_it(tmp_path: Path, capsys: Capture) -> None:
+    """If the lock of one run can't be taken, status is 2, and the others are pruned."""
+    for name in "abc":
+        save_series(tmp_path / name / "fit-1", 2)
+    (tmp_path / "b/run.lock").mkdir()
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert found.status == 2
+    assert f"{tmp_path / 'b'}: pruning ended early: " in found.err
+    assert [name[0] for name in names(tmp_path)] == ["a", "b", "b", "c"]
