@@ -1,0 +1,182 @@
+"""The orders of samples: torch's, drawn, and the computed one, which costs no memory at any length."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice, pairwise, permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_faulttolerant import InterruptibleDistributedSampler
+from lightning_faulttolerant.samplers.order import MAX_LENGTH, FeistelPermutation, drawn_permutation
+
+LENGTHS = sorted({*range(40), *(2**k + d for k in range(6, 13) for d in (-1, 0, 1)), 97, 997, 9973, 10_007})
+
+
+def numbers(length: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
+    """Return the whole computed permutation."""
+    return FeistelPermutation(length, seed=seed, epoch=epoch).at(torch.arange(length))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_order_torch_is_that_of_torchs_sampler(shuffle: bool, drop_last: bool) -> None:
+    """In every epoch, every rank gets exactly what torch's DistributedSampler gives it, and as many samples."""
+    for length, ranks in ((1, 1), (1, 12), (2, 3), (3, 12), (7, 4), (10, 3), (10, 2), (2500, 2)):
+        for rank in range(ranks):
+            arguments = {"num_replicas": ranks, "rank": rank, "shuffle": shuffle, "drop_last": drop_last, "seed": 5}
+            ours = InterruptibleDistributedSampler(range(length), **arguments)
+            theirs: Any = DistributedSampler(range(length), **arguments)
+            for epoch in (0, 3):
+                ours.set_epoch(epoch)
+                theirs.set_epoch(epoch)
+                assert list(ours) == list(theirs)
+            for name in ("num_samples", "total_size", "num_replicas", "rank", "epoch", "seed", "shuffle"):
+                assert getattr(ours, name) == getattr(theirs, name)
+            assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 1000, 70_000])
+def test_permutation_has_the_numbers_of_torch(length: int) -> None:
+    """In half the memory, it has the numbers that torch's samplers draw, and the generator is where they leave it."""
+    own, torchs = (torch.Generator().manual_seed(5) for _ in range(2))
+    found = drawn_permutation(length, own)
+    assert found.dtype == torch.int32
+    assert found.tolist() == torch.randperm(length, generator=torchs).tolist()
+    assert torch.equal(own.get_state(), torchs.get_state())
+
+
+@pytest.mark.parametrize("order", ["torch", "feistel"])
+def test_no_global_generator_is_touched(order: Any) -> None:
+    """Creating, iterating, and seeking draw no number from Python's or torch's generators."""
+    before = random.getstate(), torch.get_rng_state()
+    list(InterruptibleDistributedSampler(3000, 1, 0, order=order).iter_from(100))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize("seed", [0, -5, 2**80])
+def test_the_computed_order_is_a_bijection(seed: int) -> None:
+    """Each number below any n comes once: for 0, 1, 2, primes, powers of two, and their neighbors."""
+    for length in LENGTHS:
+        assert torch.equal(numbers(length, seed=seed).sort().values, torch.arange(length)), length
+
+
+@pytest.mark.parametrize("length", [10**12, 2**60, 2**60 - 1])
+def test_it_is_a_bijection_where_it_is_long(length: int) -> None:
+    """Of numbers far beyond the size of memory, none comes twice, and none is out of range."""
+    positions = torch.randint(0, length, (50_000,), generator=torch.Generator().manual_seed(0)).unique()
+    found = FeistelPermutation(length, seed=3, epoch=1).at(positions)
+    assert len(found.unique()) == len(positions)
+    assert 0 <= found.min() <= found.max() < length
+
+
+def test_it_stays_what_it_is() -> None:
+    """A permutation is the same in every version of the package, or a state would continue with another order."""
+    assert numbers(12, seed=7, epoch=3).tolist() == [0, 5, 4, 11, 2, 10, 6, 7, 8, 3, 1, 9]
+    for length, expected in LONG.items():
+        positions = torch.tensor([0, 1, 2, length // 2, length - 1])
+        assert FeistelPermutation(length, seed=7, epoch=3).at(positions).tolist() == expected
+
+
+LONG = {
+    10**12: [664453804585, 931250670992, 203801429142, 673053635804, 428991337316],
+    2**60: [140043568811069660, 1127376445322462344, 219229444685097731, 567948755011555793, 816858626955346838],
+}
+
+
+@pytest.mark.parametrize("length", [-1, MAX_LENGTH + 1])
+def test_a_length_that_an_int64_can_not_serve_is_refused(length: int) -> None:
+    """The error states the range of lengths."""
+    with pytest.raises(ValueError, match=str(length)):
+        FeistelPermutation(length, seed=0, epoch=0)
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
+
+
+def _chi_square(cells: Tensor, num_cells: int) -> float:
+    """Return how far the counts of cells are from being equal."""
+    counts, expected = torch.bincount(cells, minlength=num_cells).double(), len(cells) / num_cells
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def faults_of(permutation: Tensor) -> list[str]:
+    """Return the signs that a permutation is not random; chance crosses each bound once in 10,000 or less often."""
+    n = len(permutation)
+    x, at = permutation.double(), torch.arange(n)
+    root, bound = math.isqrt(n), 4.5 / math.sqrt(n)
+    steps = torch.bincount((permutation[1:] - permutation[:-1]) % n, minlength=n)
+    signs = {
+        "follows its position": abs(_correlation(x, at.double())) > bound,
+        "follows its neighbour": abs(_correlation(x[1:], x[:-1])) > bound,
+        "follows the one a root after": abs(_correlation(x[root:], x[:-root])) > bound,
+        "blocks are not mixed": _chi_square(at * 16 // n * 16 + permutation * 16 // n, 256) > 225 + 4.5 * 450**0.5,
+        "low bits are not mixed": _chi_square(at % 8 * 8 + permutation % 8, 64) > 49 + 4.5 * 98**0.5,
+        "fixed points": int((permutation == at).sum()) > 12,
+        "steps repeat": int(steps.max()) > 14,
+    }
+    return [name for name, is_bad in signs.items() if is_bad]
+
+
+@pytest.mark.parametrize("length", [1000, 4096, 65536])
+def test_no_structure_is_visible(length: int) -> None:
+    """Orders pass what torch's random permutations pass: correlations, counts in cells, last digits, steps."""
+    for epoch in range(4):
+        assert faults_of(numbers(length, seed=11, epoch=epoch)) == [], epoch
+    assert faults_of(torch.randperm(length, generator=torch.Generator().manual_seed(3))) == []
+
+
+BAD: dict[str, Callable[[int], Tensor]] = {
+    "backwards": lambda n: torch.arange(n).flip(0),
+    "a linear congruence": lambda n: torch.arange(n) * 7 % n,
+    "shuffled blocks": lambda n: torch.cat([b[torch.randperm(len(b))] for b in torch.arange(n).split(500)]),
+    "all but the last digit": lambda n: (torch.randperm(n // 8)[:, None] * 8 + torch.arange(8)).reshape(-1),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_measure_finds_bad_permutations(name: str) -> None:
+    """Orders that are not random are distinguished from random ones."""
+    assert faults_of(BAD[name](9976)) != []
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """No two have an order in common, (seed + 1, epoch) is not (seed, epoch + 1), and none follows the one before."""
+    orders = {tuple(numbers(50, seed=seed, epoch=epoch).tolist()) for seed in range(8) for epoch in range(8)}
+    assert len(orders) == 64
+    epochs = [numbers(10_000, seed=5, epoch=epoch).double() for epoch in range(4)]
+    assert all(abs(_correlation(a, b)) < 0.045 for a, b in pairwise(epochs))
+
+
+def test_all_orders_of_few_samples_come_equally_often() -> None:
+    """Over many epochs each permutation of a tiny data set comes as often as any other."""
+    counts = Counter(tuple(numbers(3, seed=1, epoch=epoch).tolist()) for epoch in range(600))
+    assert sum((counts[order] - 100) ** 2 / 100 for order in permutations(range(3))) < 5 + 4.5 * 10**0.5
+
+
+def test_seeking_takes_no_memory_that_grows_with_the_length() -> None:
+    """The end of 10**12 samples takes as much memory as the beginning of 1,000, and a sampler asks for it in chunks."""
+
+    def peak(length: int) -> int:
+        tracemalloc.start()
+        FeistelPermutation(length, seed=0, epoch=0).at(torch.arange(length - 100, length))
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return taken
+
+    peak(1000)
+    assert peak(10**12) < 2 * peak(1000) + 10_000
+    sampler = InterruptibleDistributedSampler(10**12, 8, 3, order="feistel")
+    for skip in (0, 10**11, sampler.num_samples - 20_000):
+        assert len(set(islice(sampler.iter_from(skip), 20_000))) == 20_000
+    assert len(list(sampler.iter_from(sampler.num_samples - 5))) == 5
