@@ -1,0 +1,184 @@
+"""``inspect`` shows what a checkpoint holds, without loading it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from syrupy.assertion import SnapshotAssertion
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
+from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs
+from tests.cli.checkpoints import Result, call, checkpoint, foreign, save, told
+from tests.runs import Net, RaiseAt, fit_net
+
+Capture = pytest.CaptureFixture[str]
+
+
+class Configured(Net):
+    """Has hyperparameters that don't load with ``weights_only=True``."""
+
+    def __init__(self, folder: Path = Path("/data")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_what_a_real_run_has_saved_is_shown(tmp_path: Path, capsys: Capture) -> None:
+    """The JSON gives all parts of an autosave, as loading would; a user's file says in which hook it was saved."""
+    callbacks = [
+        FaultTolerance(tmp_path, run_id="mine", every_n_train_steps=1, keep_last=1),
+        ModelCheckpoint(dirpath=tmp_path / "best", filename="three", every_n_train_steps=3),
+        RaiseAt("on_train_epoch_end", 1),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        fit_net(callbacks, tmp_path, module=Configured(), enable_checkpointing=True)
+    [path] = (tmp_path / "mine" / "fit-1").iterdir()
+    shown = json.loads(call(capsys, "inspect", path, "--json").out)
+    loaded = torch.load(path, weights_only=True)
+    ours, mine = loaded["lightning_faulttolerant"], shown["fault_tolerance"]
+    for name in ("version", "world_size", "position", "run", "origin", "surroundings", "fingerprint"):
+        assert mine[name] == json.loads(json.dumps(ours[name])), name
+    assert list(mine["ranks"][0]) == [name for name in ours["ranks"][0] if name != "blobs"]
+    assert mine["ranks"][0]["rng"] > 10_000
+    assert mine["opaque"] == {"hyper_parameters": ours["opaque"]["hyper_parameters"].numel()}
+    assert shown["num_parameters"] == sum(p.numel() for p in Net().parameters())
+    assert list(shown["keys"]) == list(loaded)
+    assert (shown["lightning"], shown["global_step"]) == (loaded["pytorch-lightning_version"], loaded["global_step"])
+    assert shown["num_bytes"] == os.path.getsize(path)
+    found = call(capsys, "inspect", tmp_path / "best" / "three.ckpt")
+    [line] = [line for line in found.lines if line.startswith("saved at")]
+    assert "batch end: epoch 1, batch 4, step 9, in on_train_batch_end" in line
+
+
+def lossy(**part: Any) -> dict[str, Any]:
+    """Return a checkpoint of three ranks that says what a resume from it would lack."""
+    lost = {"objects": {"lost": {"module.turns": "an iterator"}}, "more": torch.zeros(10)}
+    more = {"objects": {"lost": {"module.turns": "an iterator", "module.rows": "a generator"}}}
+    ranks = [
+        lost,
+        *(difference(each, digests_of(lost)) for each in (more, {"objects": {"lost": {"module.file": "f"}}})),
+    ]
+    said = {"inexact": ["the hook of Other"], "behind": ["Mine.on_train_batch_end"]}
+    return checkpoint(world_size=3, **{"ranks": ranks, **said, **part})
+
+
+[RANK] = checkpoint()["lightning_faulttolerant"]["ranks"]
+SHOWN = {
+    "whole": checkpoint(step=12, epoch=1, batch=4, world_size=2, origin="/pretrained.ckpt"),
+    "ranks": checkpoint(world_size=2, ranks=[RANK, {**RANK, "more": torch.zeros(10)}]),
+    "not exact": lossy(),
+    "without our part": foreign(),
+    "for a terminal": {**checkpoint(run="\x1b[2Jgone\n"), "key\x07": 1},
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_file_holds(name: str, tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion) -> None:
+    """The text gives position, run, ranks, parts with sizes, surroundings, fingerprint, keys, and what is lost."""
+    found = call(capsys, "inspect", save(tmp_path / "a.ckpt", SHOWN[name]))
+    assert (found.status, all(line.isprintable() for line in found.lines)) == (0, True)
+    assert told(found, DIR=tmp_path) == snapshot
+
+
+def test_json_sums_nothing(tmp_path: Path, capsys: Capture) -> None:
+    """It has the parts of each rank with their bytes, and what is lost of any."""
+    parts = json.loads(call(capsys, "inspect", save(tmp_path / "a.ckpt", SHOWN["ranks"]), "--json").out)
+    ranks = parts["fault_tolerance"]["ranks"]
+    assert [sorted(state) for state in ranks] == [["flags", "metrics", "rng"], ["flags", "metrics", "more", "rng"]]
+    assert (ranks[0]["rng"], ranks[1]["more"]) == (185, 40)
+    shown = json.loads(call(capsys, "inspect", save(tmp_path / "b.ckpt", lossy()), "--json").out)["fault_tolerance"]
+    assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], ["Mine.on_train_batch_end"])
+    assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator", "module.file": "f"}
+    assert json.loads(call(capsys, "inspect", save(tmp_path / "c.ckpt"), "--json").out)["fault_tolerance"] is None
+
+
+def test_states_that_are_kept_as_bytes_are_shown_like_others(tmp_path: Path, capsys: Capture) -> None:
+    """The sizes and losses of ranks are those of a file that keeps the states as they are."""
+    more = {"objects": {"lost": {"module.rows": "a generator"}}, "tensor": torch.zeros(10)}
+    packed = [RANK, *(pack_blobs(difference({**more, "number": n}, digests_of({}))) for n in range(2))]
+    shown = []
+    for name, states in (("a", {"ranks": packed}), ("b", joined([RANK, *map(as_bytes, packed[1:])]))):
+        whole = checkpoint(world_size=3)
+        whole["lightning_faulttolerant"].update(states)
+        path = save(tmp_path / f"{name}.ckpt", whole)
+        shown.append(json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"])
+    assert shown[0] == shown[1]
+    assert shown[1]["lost"] == {"module.rows": "a generator"}
+
+
+class Striking:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.path,)
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Capture) -> None:
+    """A file with an object that would run code when loaded is shown, and runs nothing."""
+    struck, path = tmp_path / "struck", tmp_path / "a.ckpt"
+    torch.save(checkpoint(run=Striking(str(struck))), path)
+    found = call(capsys, "inspect", path)
+    assert (found.status, struck.exists(), "posix.mkdir" in found.out) == (0, False, True)
+    torch.load(path, weights_only=False)
+    assert struck.exists()
+
+
+def unfolding() -> dict[str, Any]:
+    """Return a part with lists that would unfold to billions, and one that contains itself."""
+    bomb: list[object] = ["x"]
+    for _ in range(60):
+        bomb = [bomb, bomb]
+    circle: list[object] = []
+    circle.append(circle)
+    return checkpoint(fingerprint={"circle": circle}, run=bomb)
+
+
+STRANGE = {
+    "a list": [1, 2],
+    "a tensor": torch.zeros(3),
+    "keys of all kinds": {1: 2, (3, 4): 5, None: float("nan"), "part": float("inf")},
+    "numbers that JSON has not": checkpoint(run=float("nan"), origin=float("-inf")),
+    "our part is a list": {"lightning_faulttolerant": [1]},
+    "our part is empty": {"lightning_faulttolerant": {}},
+    "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[], inexact="no", behind=7),
+    "large numbers": checkpoint(run=1 << 5000, version=-(1 << 70)),
+    "blobs out of range": checkpoint(
+        ranks=[{"rng": {"blob": 99}, "held": {"blob": -1}, "blobs": {"lengths": ["x", 10**30]}}]
+    ),
+    "many keys": {f"key {number}": number for number in range(1000)},
+    "unfolding": unfolding(),
+}
+
+
+@pytest.mark.parametrize("content", STRANGE.values(), ids=STRANGE)
+def test_strange_files_are_shown_all_the_same(tmp_path: Path, capsys: Capture, content: object) -> None:
+    """Any content of a file is shown as text and as valid JSON of limited size, without a traceback."""
+    path = tmp_path / "a.ckpt"
+    torch.save(content, path)
+    assert call(capsys, "inspect", path).status == 0
+    found = call(capsys, "inspect", path, "--json")
+    assert (found.status, len(found.out) < 10_000_000) == (0, True)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads(found.out, parse_constant=refuse)
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion) -> None:
+    """A missing file, an empty directory, a text, and a cut file give status 2, no output, and a message."""
+    text, cut = tmp_path / "text", save(tmp_path / "more" / "cut.ckpt", foreign())
+    text.write_text("hello")
+    os.truncate(cut, 1000)
+    found: list[Result] = [call(capsys, "inspect", path) for path in (tmp_path / "missing", tmp_path, text, cut)]
+    assert [(each.status, each.out) for each in found] == [(2, "")] * 4
+    assert "\n".join(told(each, DIR=tmp_path) for each in found) == snapshot
