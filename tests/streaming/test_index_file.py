@@ -1,0 +1,174 @@
+"""An index is read as it is, or refused by its source, shard, and key; no name in it leaves its directory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from syrupy.assertion import SnapshotAssertion
+
+from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.streaming.format.index import parse_index
+
+SHARD = {
+    "version": 2,
+    "format": "mds",
+    "samples": 3,
+    "compression": "zstd:7",
+    "hashes": ["md5"],
+    "size_limit": "100kb",
+    "raw_data": {"basename": "a/shard.00000.mds", "bytes": 100, "hashes": {"md5": "00"}},
+    "zip_data": {"basename": "a/shard.00000.mds.zstd", "bytes": 50, "hashes": {"md5": "11"}},
+    "column_names": ["b", "a"],
+    "column_encodings": ["int", "ndarray:float32"],
+    "column_sizes": [8, None],
+}
+TEXT_SHARD = {
+    "version": 2,
+    "format": "xsv",
+    "samples": 0,
+    "compression": None,
+    "hashes": [],
+    "size_limit": None,
+    "raw_data": {"basename": "s.xsv", "bytes": 1, "hashes": {}},
+    "raw_meta": {"basename": "s.xsv.meta", "bytes": 2, "hashes": {}},
+    "zip_data": None,
+    "zip_meta": None,
+    "column_names": ["a"],
+    "column_encodings": ["float"],
+    "newline": "\r\n",
+    "separator": "|",
+}
+
+
+def text(*shards: Any, **top: Any) -> str:
+    """Return an index of some entries."""
+    return json.dumps({"version": 2, "shards": shards, **top})
+
+
+def changed(shard: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return an entry with one value changed, or without a key; its path has dots between keys."""
+    shard = copy.deepcopy(shard)
+    *above, last = path.split(".")
+    inner: Any = shard
+    for key in above:
+        inner = inner[key]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return shard
+
+
+def test_all_that_an_entry_says_is_there() -> None:
+    """All names, sizes, and hashes are read, columns keep the order of the index, and unknown keys are ignored."""
+    shards = [{**SHARD, "mine": 1}, TEXT_SHARD, *(changed(TEXT_SHARD, "samples", number) for number in range(2000))]
+    mds, xsv, *many = parse_index(text(*shards, fingerprint="x").encode(), source="s")
+    assert (mds.format, mds.num_samples, mds.compression) == ("mds", 3, "zstd:7")
+    (file,) = mds.files
+    assert (file.basename, file.num_bytes, file.hashes) == ("a/shard.00000.mds", 100, {"md5": "00"})
+    assert [file.basename for file in mds.zip_files] == ["a/shard.00000.mds.zstd"]
+    assert (mds.columns.names, mds.columns.sizes) == (("b", "a"), (8, None))
+    assert [file.basename for file in xsv.files] == ["s.xsv", "s.xsv.meta"]
+    assert (xsv.num_samples, xsv.zip_files) == (0, ())
+    assert (xsv.columns.newline, xsv.columns.separator) == ("\r\n", "|")
+    assert [info.num_samples for info in many] == list(range(2000))
+    assert many[0].columns is many[1].columns
+
+
+BROKEN = {
+    "empty": "",
+    "a brace": "{",
+    "a list": "[]",
+    "null": "null",
+    "no version": "{}",
+    "no shards": json.dumps({"version": 2}),
+    "shards of another kind": json.dumps({"version": 2, "shards": {}}),
+    "another version": json.dumps({"version": 1, "shards": []}),
+    "no shard": json.dumps({"version": 2, "shards": [None]}),
+    "cut": text(SHARD)[:-40],
+    "deep": "[" * 100_000,
+    "no text": b"\xff\xfe\xff",
+    "zeros": b"\x00" * 50,
+    "two files of one name": text(SHARD, changed(SHARD, "raw_data.bytes", 101)),
+    "one file in two places": text(changed(SHARD, "zip_data.basename", "a/shard.00000.mds")),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_no_index_is_refused(case: str, snapshot: SnapshotAssertion) -> None:
+    """An index that is empty, cut, not JSON, or JSON of something else is an error that names its source."""
+    with pytest.raises(IndexFileError) as caught:
+        parse_index(BROKEN[case], source="s3://bucket/index.json")
+    assert str(caught.value) == snapshot
+
+
+ENTRIES: dict[str, list[Any]] = {
+    "version": [..., 3],
+    "format": [..., "parquet"],
+    "samples": [..., -1, 1.5, True, None],
+    "compression": [..., "lz4", None],
+    "zip_data": [None],
+    "raw_data": [..., None, "x"],
+    "raw_data.bytes": [-1, "1"],
+    "raw_data.hashes": [["md5"], {"md5": 1}],
+    "column_names": [..., ["a"], ["a", "a"], ["a", 1], [["a"], "b"]],
+    "column_encodings": [
+        ...,
+        *(["int", name] for name in ("complex64", "ndarray:complex64", "ndarray:float32:0", "ndarray:float32:x")),
+        ["int", "pkl:x"],
+    ],
+    "column_sizes": [..., [8], [7, None], [-8, None]],
+    "text newline": [""],
+    "text separator": ["", None],
+    "text column_encodings": [["bytes"]],
+    "text raw_meta": [None],
+}
+
+
+@pytest.mark.parametrize("path", ENTRIES)
+def test_an_entry_that_makes_no_sense_is_refused(path: str, snapshot: SnapshotAssertion) -> None:
+    """A key that is absent, and values that are of the wrong kind or contradict each other, are refused by name."""
+    errors = []
+    for value in ENTRIES[path]:
+        shard = TEXT_SHARD if path.startswith("text ") else SHARD
+        with pytest.raises(IndexFileError) as caught:
+            parse_index(text(TEXT_SHARD, changed(shard, path.removeprefix("text "), value)), source="s")
+        errors.append(str(caught.value))
+    assert errors == snapshot
+
+
+PARTS = ["..", ".", "", "a", "b.mds", "...", "\\", "~", "C:", "\x00", "\n", "index.json", "s3:"]
+LEAVING = ["", ".", "..", "../x", "a/../../x", "a/..", "a/", "/etc/passwd", "//host/x", "C:x", "c:\\x", "a\\..\\..\\x"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=6).map("/".join) | st.sampled_from(LEAVING) | st.text(max_size=9))
+def test_a_name_that_is_accepted_stays_in_the_directory(basename: str) -> None:
+    """A name is refused, or, joined to a directory, is below that directory, and not the index itself."""
+    try:
+        (info,) = parse_index(text(changed(SHARD, "raw_data.basename", basename)), source="s")
+    except IndexFileError:
+        return
+    assert info.files[0].basename == basename
+    path = (Path("/data/set") / basename).resolve()
+    assert path.is_relative_to("/data/set/")
+    assert path.name not in ("", "index.json") or path.parent != Path("/data/set")
+    assert not {"..", ".", ""} & set(basename.split("/"))
+
+
+REFUSED_NAMES = [*LEAVING, "a/./x", "a//x", "a\x00b", "a\nb", "\ud800", "s3://bucket/x", "index.json", 7, None]
+
+
+@pytest.mark.parametrize("key", ["raw_data", "zip_data"])
+def test_a_name_that_leaves_the_directory_is_refused(key: str) -> None:
+    """An index can't make us read or write outside its directory, but names that only look odd are kept."""
+    for basename in REFUSED_NAMES:
+        with pytest.raises(IndexFileError, match="shard 0"):
+            parse_index(text(changed(SHARD, f"{key}.basename", basename)), source="s")
+    for basename in ("a/b/c.mds", "...", "a..b", "..a/x..", "ü", "a b", "shard:1"):
+        parse_index(text(changed(SHARD, f"{key}.basename", basename)), source="s")
+    assert len(parse_index(text(SHARD, SHARD), source="s")) == 2  # two shards may be one file

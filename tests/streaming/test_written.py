@@ -1,0 +1,527 @@
+"""What is written is the original's, byte for byte, here or at an address; a data set without its index is none."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from syrupy.assertion import SnapshotAssertion
+
+from lightning_faulttolerant import streaming
+from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.streaming import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
+from lightning_faulttolerant.streaming.format import output
+from tests.foreign import mosaic
+from tests.messages import plain
+from tests.processes import in_child, run
+from tests.streaming.shards import files, infos, read, same, write
+
+COLUMNS = {"i": "int", "t": "bytes"}
+SAMPLES = [{"i": i, "t": b"t" * (i % 13)} for i in range(100)]
+LINE_COLUMNS = {"z": "int", "a": "str", "f": "float"}
+LINES = [{"z": i - 5, "a": "ä" * (i % 9), "f": i / 3} for i in range(60)]
+ALL_COLUMNS = {
+    "i": "int",
+    "s": "str",
+    "b": "bytes",
+    "f": "float64",
+    "n": "ndarray",
+    "x": "ndarray:float32:2,2",
+    "j": "json",
+    "si": "str_int",
+}
+
+
+def all_kinds(i: int) -> dict[str, Any]:
+    """Return a sample of `ALL_COLUMNS`."""
+    arrays = {"n": np.full((i + 1, 2), i, np.int16), "x": np.full((2, 2), i, np.float32)}
+    return {"i": i, "s": "ä" * i, "b": b"\x00" * i, "f": np.float64(i / 3), "j": {"k": [i]}, "si": 10**i, **arrays}
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the syncs: the data sets of these tests have many small shards; one test checks that each is synced."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+def writers(name: str) -> tuple[Any, Any]:
+    """Return our writer of a format and the original's."""
+    module = mosaic("streaming.base.format.xsv") if name == "XSV" else mosaic()
+    return getattr(streaming, f"{name}Writer"), getattr(module, f"{name}Writer")
+
+
+CUTS: list[tuple[str, dict[str, Any]]] = [
+    *(("MDS", {"size_limit": limit}) for limit in (1, 2000, "2kb", 2**32 - 1, None, 0)),
+    *(("MDS", {"compression": name, "size_limit": 900}) for name in ("br:2", "bz2", "gz:3", "snappy", "zstd:7")),
+    ("MDS", {"hashes": ["blake2s", "md5", "xxh3_64"], "compression": "zstd", "size_limit": 900}),
+    *((name, {"newline": "\n", "hashes": ["sha1"], "size_limit": 300}) for name in ("JSON", "CSV", "TSV")),
+    *((name, {"newline": "\r\n", "compression": "zstd:1", "size_limit": 300}) for name in ("JSON", "CSV")),
+    ("XSV", {"separator": "||", "size_limit": 300}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CUTS, ids=str)
+def test_files_are_those_of_the_original_and_samples_come_back(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files and the description are the original's, each reads the other's, and another time changes nothing."""
+    columns, samples = (ALL_COLUMNS, [all_kinds(i) for i in range(30)]) if name == "MDS" else (LINE_COLUMNS, LINES)
+    ours = write(writers(name)[0], tmp_path / "ours", columns, samples, **options)
+    theirs = write(writers(name)[1], tmp_path / "theirs", columns, samples, **options)
+    assert sorted(files(ours)) == sorted(files(theirs))
+    if options.get("compression") != "gz:3":  # the original's header has the time
+        assert files(ours) == files(theirs)
+    assert same(read(theirs), samples)
+    before = files(ours)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    assert files(write(writers(name)[0], tmp_path / "again", columns, samples, **options)) == before
+    assert same(read_by_the_original(ours), samples)
+    one, other = (writer(columns=columns, out=str(tmp_path / f"{writer}"), **options) for writer in writers(name))
+    assert one.get_config() == other.get_config()
+    one.finish()
+    other.finish()
+
+
+def read_by_the_original(out: Path) -> list[dict[str, Any]]:
+    """Decompress, check digests, and decode with the original's functions."""
+    decompress = mosaic("streaming.base.compression").decompress
+    get_hash = mosaic("streaming.base.hashing").get_hash
+    samples = []
+    for entry in json.loads((out / "index.json").read_text())["shards"]:
+        for kind in ("data", "meta"):
+            if f"raw_{kind}" in entry:
+                raw, stored = entry[f"raw_{kind}"], entry[f"zip_{kind}"] or entry[f"raw_{kind}"]
+                data = (out / stored["basename"]).read_bytes()
+                content = decompress(entry["compression"], data)
+                for described, found in ((stored, data), (raw, content)):
+                    assert described["bytes"] == len(found)
+                    assert described["hashes"] == {name: get_hash(name, found) for name in entry["hashes"]}
+                (out / raw["basename"]).write_bytes(content)
+        reader = mosaic("streaming.base.format").reader_from_json(str(out), "", entry)
+        samples += [reader.get_item(i) for i in range(reader.samples)]
+    return samples
+
+
+@pytest.mark.parametrize("compression", [None, "zstd:3"])
+def test_the_original_streams_what_we_write(compression: str | None, tmp_path: Path) -> None:
+    """The original streams our data from a remote, merged of two, with checked hashes: each sample once, in order."""
+    for part, first in (("a", 0), ("b", 60)):
+        options = {"size_limit": "1kb", "compression": compression, "hashes": ["sha1", "xxh64"]}
+        samples = [{"i": number, "t": b"x"} for number in range(first, first + 60)]
+        write(MDSWriter, tmp_path / "remote" / part, COLUMNS, samples, **options)
+    merge_index(str(tmp_path / "remote"))
+    original = functools.partial(mosaic().StreamingDataset, local=str(tmp_path / "local"), batch_size=1, shuffle=False)
+
+    def stream() -> None:
+        data = original(remote=str(tmp_path / "remote"), num_canonical_nodes=1, validate_hash="sha1")
+        (tmp_path / "found.json").write_text(json.dumps([found["i"] for found in data]))
+
+    # Run as a script: its shared memory is released when its process ends.
+    ended = run(stream)
+    assert ended.exit_code == 0, ended.output
+    assert json.loads((tmp_path / "found.json").read_text()) == list(range(120))
+
+
+def test_no_shard_is_larger_than_the_limit_but_those_of_one_sample(tmp_path: Path) -> None:
+    """The limit holds for the file, including its header; without samples there is no shard."""
+    out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES, size_limit=600)
+    assert all(info.files[0].num_bytes <= 600 for info in infos(out))
+    assert len(infos(out)) > 5
+    (tmp_path / "empty").mkdir()
+    assert infos(write(MDSWriter, tmp_path / "empty", COLUMNS, [])) == ()
+    theirs = write(mosaic().MDSWriter, tmp_path / "theirs", COLUMNS, [])
+    assert infos(theirs) == ()
+
+
+def test_nothing_is_published_if_the_block_is_left_by_an_exception(tmp_path: Path) -> None:
+    """Half a data set has no index, so it does not pass for a complete one; the exception is the caller's own."""
+    writer = MDSWriter(columns=COLUMNS, out=str(tmp_path / "out"), size_limit=500)
+
+    def write_half() -> None:
+        with writer:
+            for sample in SAMPLES:
+                writer.write(sample)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_half()
+    with pytest.raises(ValueError, match="has finished"):
+        writer.write(SAMPLES[0])
+    writer.finish()
+    assert (tmp_path / "out" / "shard.00000.mds").exists()
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_writer_without_a_block_is_finished_by_hand_and_once(tmp_path: Path) -> None:
+    """A refused sample leaves the writer as it was, others may have more columns, and nothing follows `finish`."""
+    writer = MDSWriter(columns=COLUMNS, out=tmp_path / "out")
+    writer.write(SAMPLES[0])
+    with pytest.raises(TypeError):
+        writer.write({"i": "x", "t": b""})
+    writer.write({**SAMPLES[1], "b": object()})
+    writer.finish()
+    before = files(tmp_path / "out")
+    writer.finish()
+    assert files(tmp_path / "out") == before
+    with pytest.raises(ValueError, match="has finished"):
+        writer.write(SAMPLES[0])
+    assert read(tmp_path / "out") == SAMPLES[:2]
+
+
+def test_a_killed_writer_leaves_no_index(tmp_path: Path) -> None:
+    """A writer killed while the index gets its name leaves no index, old or new, and the next one clears up."""
+    out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES[:1])
+
+    def killed() -> None:
+        os.replace = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+        write(MDSWriter, out, COLUMNS, SAMPLES, size_limit=500, exist_ok=True)
+
+    assert in_child(killed) == -signal.SIGKILL
+    assert (out / "shard.00003.mds").exists()
+    assert not (out / "index.json").exists()
+    write(MDSWriter, out, COLUMNS, SAMPLES[:3], exist_ok=True)
+    assert read(out) == SAMPLES[:3]
+    assert sorted(files(out)) == ["index.json", "shard.00000.mds"]
+
+
+def test_shards_are_on_the_disk_before_the_index_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power loss leaves no index without its shards: each file is synced, then the index is renamed."""
+    events: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (events.append("renamed"), rename(*names)))
+    write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES[:1], size_limit=1)
+    assert events[:2] == ["shard.00000.mds", "shard.00001.mds"]
+    assert events[2].startswith(".index.json.tmp-")
+    assert events[3:] == ["renamed", "out"]
+
+
+def test_what_is_there_is_not_overwritten_unless_it_may_be(tmp_path: Path) -> None:
+    """A directory with any content is an error; with `exist_ok`, the data set in it goes, and nothing else."""
+    out = write(MDSWriter, tmp_path / "out", COLUMNS, SAMPLES, size_limit=500)
+    before = files(out)
+    with pytest.raises(FileExistsError, match="exist_ok=True"):
+        MDSWriter(columns=COLUMNS, out=str(out))
+    assert files(out) == before
+    kept = {"notes.txt", "sub/index.json", "sub/shard.00000.mds", "shard.1.mds", "my.shard.00000.mds", "shard.00000.py"}
+    (out / "sub").mkdir()
+    gone = {"shard.00007.json", "shard.00007.json.meta.zstd", "shard.123456.csv.gz"}
+    for name in kept | gone | {".index.json.tmp-host-1-0123456789abcdef"}:
+        (out / name).write_bytes(b"mine")
+    write(MDSWriter, out, COLUMNS, SAMPLES[:2], exist_ok=True)
+    assert set(files(out)) == {"index.json", "shard.00000.mds", *kept}
+    assert all((out / name).read_bytes() == b"mine" for name in kept)
+    assert read(out) == SAMPLES[:2]
+
+
+def test_a_line_may_hold_anything_that_json_can_quote(tmp_path: Path) -> None:
+    """Newlines inside values come back, and a boolean is a number."""
+    samples = [{"a": "1\n2\r\n3"}, {"a": "\x00,\t"}]
+    assert read(write(JSONWriter, tmp_path / "out", {"a": "str"}, samples)) == samples
+    assert read(write(CSVWriter, tmp_path / "other", {"a": "int"}, [{"a": True}])) == [{"a": 1}]
+
+
+# Places
+
+ADDRESS = "memory://out"
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield a remote that is empty before and after, with retries that do not wait, and no threads that stay."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    MemoryFileSystem.store.clear()
+    yield fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+
+
+def expected(tmp_path: Path, **options: Any) -> dict[str, bytes]:
+    """Return the files of the data set of these tests, written to a directory."""
+    return files(write(MDSWriter, tmp_path / "expected", COLUMNS, SAMPLES, size_limit=500, **options))
+
+
+def uploaded() -> dict[str, bytes]:
+    """Return the files on the remote."""
+    return {name.removeprefix("/out/"): file.getvalue() for name, file in MemoryFileSystem.store.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_workers": 1, "compression": "zstd"}, {"progress_bar": True}], ids=str)
+def test_an_address_gets_all_files(
+    tmp_path: Path, remote: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A remote has the files that a directory would have, and a bar counts them where it is asked for."""
+    monkeypatch.setattr("sys.stderr", shown := io.StringIO())
+    write(MDSWriter, ADDRESS, COLUMNS, SAMPLES, size_limit=500, **options)
+    assert uploaded() == expected(tmp_path, compression=options.get("compression"))
+    assert len(uploaded()) > 3
+    assert (f"{len(uploaded()) - 1}/{len(uploaded()) - 1}" in shown.getvalue()) == ("progress_bar" in options)
+
+
+@pytest.mark.parametrize("keep_local", [True, False])
+@pytest.mark.parametrize("has_other_files", [True, False])
+def test_a_pair_gets_all_files_here_and_there(
+    tmp_path: Path, remote: Any, keep_local: bool, has_other_files: bool
+) -> None:
+    """Both places have all files; without `keep_local`, the written local files go, and a directory left empty."""
+    local, whole = tmp_path / "local", expected(tmp_path)
+    others = {"mine.txt": b"mine"} if has_other_files else {}
+    with MDSWriter(columns=COLUMNS, out=(str(local), ADDRESS), keep_local=keep_local, size_limit=500) as writer:
+        for sample in SAMPLES:
+            writer.write(sample)
+        for name, content in others.items():
+            (local / name).write_bytes(content)
+    assert uploaded() == whole
+    assert files(local) == {**(whole if keep_local else {}), **others}
+    assert local.exists() == (keep_local or has_other_files)
+
+
+@pytest.mark.parametrize("form", ["file://{}", "{}"])
+def test_a_directory_may_be_the_remote(form: str, tmp_path: Path) -> None:
+    """An address on this machine, alone or in a pair, is a directory that is created when it is written to."""
+    alone, second = tmp_path / "a" / "alone", tmp_path / "b" / "second"
+    for out in (form.format(alone), (str(tmp_path / "first"), form.format(second))):
+        with MDSWriter(columns=COLUMNS, out=out, size_limit=500) as writer:
+            for sample in SAMPLES:
+                writer.write(sample)
+    assert files(alone) == files(second) == expected(tmp_path)
+
+
+def test_a_remote_that_is_not_empty_is_an_error_unless_it_may_be(tmp_path: Path, remote: Any) -> None:
+    """The rule for a directory holds: the existing data set goes, nothing else does."""
+    others = {"notes": b"", "x/index.json": b""}
+    remote.pipe({f"/out/{name}": b"" for name in ("index.json", "shard.00099.mds", *others)})
+    with pytest.raises(FileExistsError, match=ADDRESS):
+        MDSWriter(columns=COLUMNS, out=ADDRESS)
+    write(MDSWriter, ADDRESS, COLUMNS, SAMPLES, size_limit=500, exist_ok=True)
+    assert uploaded() == {**expected(tmp_path), **others}
+
+
+def while_uploading(monkeypatch: pytest.MonkeyPatch, event: Callable[[str], object]) -> None:
+    """Let something happen before a file is on the remote."""
+    upload = MemoryFileSystem.pipe_file
+
+    def pipe_file(file_system: Any, path: str, value: bytes, **options: Any) -> None:
+        event(path.rpartition("/")[2])
+        upload(file_system, path, value, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+
+
+@pytest.mark.parametrize("name", ["shard.00001.mds", "index.json"])
+@pytest.mark.parametrize(
+    ("error", "num_times", "num_attempts"),
+    [(ConnectionError("cut"), 2, 3), (ConnectionError("cut"), 99, 3), (PermissionError("no"), 99, 1)],
+    ids=str,
+)
+def test_an_upload_that_fails_is_tried_again(
+    name: str,
+    error: Exception,
+    num_times: int,
+    num_attempts: int,
+    tmp_path: Path,
+    remote: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: SnapshotAssertion,
+) -> None:
+    """An upload is tried `retry` times more; then all files exist, or no index, and the error names the file."""
+    attempts: list[str] = []
+
+    def fail(uploading: str) -> None:
+        attempts.append(uploading)
+        if uploading == name and attempts.count(name) <= num_times:
+            raise error
+
+    while_uploading(monkeypatch, fail)
+    message = ""
+    try:
+        write(MDSWriter, ADDRESS, COLUMNS, SAMPLES, size_limit=500, retry=2)
+        assert uploaded() == expected(tmp_path)
+    except OSError as failed:
+        message = str(failed)
+        assert "index.json" not in uploaded()
+    assert attempts.count(name) == num_attempts
+    assert message == snapshot
+
+
+def test_an_exception_in_the_block_publishes_nothing_remotely(remote: Any) -> None:
+    """Uploads end, and no index is written there either."""
+    with pytest.raises(ZeroDivisionError):
+        write(MDSWriter, ADDRESS, COLUMNS, (1 / 0 if s["i"] == 90 else s for s in SAMPLES), size_limit=500)
+    assert "index.json" not in uploaded()
+
+
+def test_the_index_is_uploaded_after_all_shards(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index is uploaded last, however long a shard takes."""
+    order: list[str] = []
+    written: list[int] = []
+
+    def slowly(name: str) -> None:
+        if name == "shard.00000.mds":
+            while len(written) < 4:  # the writer does not wait for each shard
+                threading.Event().wait(0.001)
+            threading.Event().wait(0.05)
+        order.append(name)
+
+    while_uploading(monkeypatch, slowly)
+    with MDSWriter(columns=COLUMNS, out=ADDRESS, size_limit=1, max_workers=2) as writer:
+        for sample in SAMPLES[:40]:
+            writer.write(sample)
+            written.append(1)
+    assert len(uploaded()) == 42
+    assert order[-1] == "index.json"
+    assert order[0] != "shard.00000.mds"
+
+
+# Merged indexes
+
+
+def part(out: Path, first: int, *, writer_class: Any = MDSWriter, **options: Any) -> Path:
+    """Write a data set of four samples in several shards."""
+    return write(writer_class, out, {"i": "int"}, [{"i": first + i} for i in range(4)], size_limit=280, **options)
+
+
+def fours(directory: Path) -> list[int]:
+    """Return the first samples of the data sets that were merged, in order."""
+    found = [sample["i"] for sample in read(directory)]
+    assert found == [first + i for first in found[::4] for i in range(4)]
+    return found[::4]
+
+
+def test_all_below_a_directory_are_one_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """The merged index is that of the original, and it yields all samples, once, also if it is merged again."""
+    for root in ("ours", "theirs"):
+        for first, name in enumerate(("b", "10", "9", "a")):
+            part(tmp_path / root / name, 10 * first, compression="gz" if name == "a" else None, hashes=["md5"])
+        part(tmp_path / root / "text", 40, writer_class=CSVWriter)
+    merge_index(str(tmp_path / "ours"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it leaves each index open
+        mosaic("streaming.base.util").merge_index(str(tmp_path / "theirs"))
+    assert files(tmp_path / "ours")["index.json"] == files(tmp_path / "theirs")["index.json"]
+    assert fours(tmp_path / "ours") == [10, 20, 30, 0, 40]
+    part(tmp_path / "ours" / "x" / "1", 50)
+    merge_index(str(tmp_path / "ours" / "x"))
+    merge_index(str(tmp_path / "ours"))
+    assert fours(tmp_path / "ours") == [10, 20, 30, 0, 40, 50]
+    assert "x/1" in {str(Path(info.files[0].basename).parent) for info in infos(tmp_path / "ours")}
+
+
+def test_listed_indexes_are_merged_in_their_order_each_once(tmp_path: Path) -> None:
+    """Indexes are named by path or by their directory, and those that are not listed stay out."""
+    for first, name in enumerate("abc"):
+        part(tmp_path / name, 10 * first)
+    listed = [str(tmp_path / "c" / "index.json"), str(tmp_path / "a/"), str(tmp_path / "c" / "index.json")]
+    merge_index(listed, str(tmp_path))
+    assert fours(tmp_path) == [20, 0]
+    merge_index(index_file_urls=listed[:1], out=str(tmp_path))
+    assert fours(tmp_path) == [20]
+
+
+def test_indexes_are_merged_below_an_address_and_in_a_pair(tmp_path: Path, remote: Any) -> None:
+    """Indexes are read from an address, and the merged one is written there; for a pair, to both or to the address."""
+    for first, name in enumerate("ab"):
+        part(tmp_path / name, 10 * first)
+        remote.put(str(tmp_path / name), f"/out/{name}", recursive=True)
+    merge_index(ADDRESS)
+    merged = remote.cat_file("/out/index.json")
+    remote.rm_file("/out/index.json")
+    merge_index((str(tmp_path), ADDRESS), keep_local=False)
+    assert remote.cat_file("/out/index.json") == merged
+    assert not (tmp_path / "index.json").exists()
+    pairs = [(str(tmp_path / name / "index.json"), f"{ADDRESS}/{name}/index.json") for name in "ab"]
+    (tmp_path / "b" / "index.json").unlink()
+    merge_index(pairs, (str(tmp_path), ADDRESS))
+    assert (tmp_path / "index.json").read_bytes() == merged
+    assert fours(tmp_path) == [0, 10]
+
+
+def damaged_part(root: Path) -> str:
+    """Return the root of a data set whose index names a file outside."""
+    index = part(root / "a", 0) / "index.json"
+    index.write_text(index.read_text().replace("shard.00000.mds", "../x"))
+    return str(root)
+
+
+def unanswered(root: Path) -> None:
+    """Merge with a place that doesn't answer."""
+    part(root / "a", 0)
+    answer = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output.LocalPlace, "read", lambda self, name: answer.wait() and b"")
+        try:
+            merge_index(str(root), download_timeout=0.01)
+        finally:
+            answer.set()
+
+
+def mds(out: Path, writer: Any = MDSWriter, columns: Any = COLUMNS, **options: Any) -> Any:
+    """Create a writer."""
+    return writer(columns=columns, out=str(out), **options)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
+    **{
+        f"size_limit {limit}": (lambda out, limit=limit: mds(out, size_limit=limit), ValueError)
+        for limit in (-1, 2**32, "5tb", "x", "10 apples", "-1kb", "1e9", "64x")
+    },
+    "compression": (lambda out: mds(out, compression="lz4"), ValueError),
+    "level": (lambda out: mds(out, compression="zstd:99"), ValueError),
+    "hash": (lambda out: mds(out, hashes=["crc32"]), ValueError),
+    "hashes unsorted": (lambda out: mds(out, hashes=["sha1", "md5"]), ValueError),
+    "hashes twice": (lambda out: mds(out, hashes=["md5", "md5"]), ValueError),
+    "retry": (lambda out: mds(out, retry=-1), ValueError),
+    "max_workers": (lambda out: mds(out, max_workers=0), ValueError),
+    "a misspelled option": (lambda out: mds(out, compresion="zstd"), TypeError),
+    "two addresses": (lambda out: MDSWriter(columns=COLUMNS, out=(ADDRESS, ADDRESS)), ValueError),
+    "three places": (lambda out: MDSWriter(columns=COLUMNS, out=(str(out), ADDRESS, ADDRESS)), ValueError),
+    "bytes in lines": (lambda out: mds(out, CSVWriter, {"a": "bytes"}), TypeError),
+    "no newline": (lambda out: mds(out, JSONWriter, {"a": "int"}, newline=""), ValueError),
+    "no separator": (lambda out: mds(out, XSVWriter, {"a": "str"}, separator=""), ValueError),
+    "a separator in a name": (lambda out: mds(out, TSVWriter, {"a\t": "str"}), ValueError),
+    "nothing to merge": (lambda out: merge_index(str(out)), FileNotFoundError),
+    "an index elsewhere": (lambda out: merge_index([str(out.parent / "index.json")], str(out)), ValueError),
+    "an index that is missing": (lambda out: merge_index([str(out / "b" / "index.json")], str(out)), FileNotFoundError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_make_no_sense_are_refused(case: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """Bad arguments are refused before anything is written."""
+    call, kind = REFUSED[case]
+    with pytest.raises(kind) as caught:
+        call(tmp_path / "out")
+    assert plain(str(caught.value), DIR=tmp_path) == snapshot
+    assert not (tmp_path / "out").exists()
+
+
+LATE: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
+    "a text for a number": (lambda out: write(CSVWriter, out, {"a": "int"}, [{"a": "1"}]), TypeError),
+    "no value": (lambda out: write(JSONWriter, out, {"a": "int"}, [{}]), KeyError),
+    "a separator": (lambda out: write(CSVWriter, out, {"a": "str"}, [{"a": "x,"}]), ValueError),
+    "a newline": (lambda out: write(TSVWriter, out, {"a": "str"}, [{"a": "x\n"}]), ValueError),
+    "a damaged index": (lambda out: merge_index(damaged_part(out)), IndexFileError),
+    "a place that does not answer": (unanswered, TimeoutError),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_can_not_be_written_publishes_nothing(case: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """The error names the column or the index, and no index is written."""
+    call, kind = LATE[case]
+    with pytest.raises(kind) as caught:
+        call(tmp_path / "out")
+    assert plain(str(caught.value), DIR=tmp_path) == snapshot
+    assert not (tmp_path / "out" / "index.json").exists()
