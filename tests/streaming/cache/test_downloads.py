@@ -6,15 +6,19 @@ import random
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import downloads, fetch_index
+from lightning_faulttolerant.streaming.cache import CacheLimit, fetch_index
 from lightning_faulttolerant.streaming.cache.downloads import Remote
+from tests.messages import plain
 from tests.streaming.cache.children import wait_for
 from tests.streaming.cache.remotes import HASH, assert_tidy, assert_whole, cache_of, flaky, make_data, web, write
 
@@ -67,91 +71,6 @@ def test_shards_come_from_s3(tmp_path: Path, s3: str) -> None:
         cache.fetch(1)
 
 
-@pytest.mark.usefixtures("_only_what_hangs_is_timed")
-@pytest.mark.parametrize("fault", ["fail", "flip", "short", "empty", "hang", "drip"])
-def test_what_goes_wrong_twice_goes_well_the_third_time(tmp_path: Path, fault: str) -> None:
-    """An attempt that fails, brings other bytes, or takes too long counts as one attempt, and the next one is used."""
-    data = make_data()
-    with flaky(data.stored, {SHARD: [fault, fault]}) as (remote, faults):
-        faults.drip_seconds = 1.0
-        cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=0.1)
-        assert_whole(cache, data)
-        assert faults.asked.count(SHARD) == 3
-
-
-@pytest.mark.usefixtures("_only_what_hangs_is_timed")
-@pytest.mark.parametrize("fault", ["500", "flip", "short", "empty", "hang", "drip"])
-def test_what_goes_wrong_on_the_web_is_tried_again(tmp_path: Path, fault: str) -> None:
-    """The same holds for an asynchronous client."""
-    data = make_data()
-    with web(data.stored, {SHARD: [fault]}) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=0.3)
-        assert_whole(cache, data)
-        assert faults.asked.count(SHARD) == 2
-
-
-@pytest.mark.usefixtures("_only_what_hangs_is_timed")
-@pytest.mark.parametrize("retry", [0, 1])
-@pytest.mark.parametrize("fault", ["fail", "flip", "hang"])
-def test_attempts_come_to_an_end(tmp_path: Path, fault: str, retry: int) -> None:
-    """After 1 + download_retry attempts, an error names the shard, the address, the attempts, and the findings."""
-    data = make_data()
-    kind = DamagedShardError if fault == "flip" else ShardError
-    found = {"fail": "connection was reset", "flip": data.infos[1].files[0].hashes[HASH], "hang": "0.05 s"}[fault]
-    with flaky(data.stored, {SHARD: [fault] * 9}) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=0.05, download_retry=retry)
-        cache.fetch(0)
-        with pytest.raises(kind, match=rf"Shard 1 .*flaky://data/{SHARD}: {1 + retry} attempt.*{found}"):
-            cache.fetch(1)
-        assert faults.asked.count(SHARD) == 1 + retry
-        faults.by_name.clear()
-        assert_whole(cache, data)
-
-
-@pytest.mark.parametrize(("fault", "kind"), [("missing", MissingShardError), ("denied", ShardError)])
-def test_what_is_not_there_is_not_tried_again(tmp_path: Path, fault: str, kind: type[ShardError]) -> None:
-    """A shard that is missing or forbidden is requested once."""
-    data = make_data()
-    with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote)
-        with pytest.raises(kind, match="1 attempt"):
-            cache.fetch(1)
-        assert faults.asked == [SHARD]
-    assert_tidy(tmp_path)
-
-
-@pytest.mark.parametrize(("status", "num_asked"), [("404", 1), ("403", 1), ("429", 3), ("503", 3)])
-def test_what_a_web_server_says_decides_whether_it_is_asked_again(tmp_path: Path, status: str, num_asked: int) -> None:
-    """A client error is final, but a server error or a request to slow down is not."""
-    data = make_data()
-    kind = MissingShardError if status == "404" else ShardError
-    with web(data.stored, {SHARD: [status] * 9}) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote)
-        with pytest.raises(kind, match=f"{num_asked} attempt") as caught:
-            cache.fetch(1)
-        assert type(caught.value) is kind
-        assert faults.asked == [SHARD] * num_asked
-
-
-def test_a_size_is_checked_without_a_hash_too(tmp_path: Path) -> None:
-    """Without validate_hash, a file of another size is still refused, and the error names both sizes."""
-    data = make_data(hashes=())
-    with flaky(data.stored, {SHARD: ["short"] * 3}) as (remote, _):
-        cache = cache_of(data, tmp_path, remote)
-        with pytest.raises(DamagedShardError, match="it has 500 bytes, but the index says 1000"):
-            cache.fetch(1)
-
-
-def test_a_directory_in_the_place_of_a_shard_is_no_shard(tmp_path: Path) -> None:
-    """A directory with a shard's name is an error, and no directory is created in the cache."""
-    data = make_data()
-    (tmp_path / "remote" / SHARD).mkdir(parents=True)
-    cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"))
-    with pytest.raises(ShardError, match="is a directory"):
-        cache.fetch(1)
-    assert_tidy(tmp_path / "local")
-
-
 def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
     """Pauses and names are random, but draw nothing from the generators that a training uses."""
     data = make_data()
@@ -175,23 +94,6 @@ def test_clients_of_remotes_draw_from_generators_of_their_own(tmp_path: Path) ->
     assert Remote("http://localhost").file_system().client_kwargs["timeout"].total is None
 
 
-def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pause is between half and all of twice the previous one, up to 30 s, and counts toward the longest time."""
-    pauses: list[float] = []
-
-    def fail() -> None:
-        raise OSError("again")
-
-    monkeypatch.setattr(downloads, "pause", pauses.append)
-    monkeypatch.setattr(downloads, "_FIRST_PAUSE_SECONDS", 0.5)
-    tried = downloads.Attempts(retry=8, timeout_seconds=10)
-    with pytest.raises(downloads.FailedError, match="9 attempts, the last: OSError: again"):
-        tried.run(fail)
-    longest = [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert all(most / 2 <= found <= most for found, most in zip(pauses, longest, strict=True))
-    assert tried.longest_seconds >= 9 * 10 + sum(longest)
-
-
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 @pytest.mark.parametrize("fault", ["hang", "late"])
 def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
@@ -207,17 +109,6 @@ def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str)
     assert_tidy(tmp_path)
 
 
-def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing package for a kind of remote is named when the cache is created."""
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ImportError, match="pip install gcsfs"):
-        cache_of(make_data(), tmp_path, "gs://bucket/data")
-    with pytest.raises(ImportError, match="pip install gcsfs"):
-        fetch_index(local=str(tmp_path), remote="gs://bucket/data")
-    with pytest.raises(ValueError, match="nonsense"):
-        cache_of(make_data(), tmp_path, "nonsense://bucket/data")
-
-
 def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
     """A signature in a URL reaches the server, and no error message."""
     data = make_data()
@@ -231,11 +122,100 @@ def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"download_retry": -1}, {"download_timeout": 0}, {"validate_hash": "md6"}, {"validate_hash": "sha256"}],
-)
-def test_arguments_that_can_not_be_right_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
-    """Numbers out of range, unknown hashes, and hashes that the index lacks are named when the cache is created."""
-    with pytest.raises(ValueError, match=next(iter(options))):
-        cache_of(make_data(), tmp_path, "memory://x", **options)
+FAULTS: list[tuple[str, list[str], dict[str, Any], int, type[Exception] | None]] = [
+    *(("flaky", [fault] * 2, {}, 3, None) for fault in ("fail", "flip", "short", "empty", "hang", "drip")),
+    *(("web", [fault], {}, 2, None) for fault in ("500", "flip", "short", "hang", "drip")),
+    *(("flaky", [fault] * 9, {}, 3, ShardError) for fault in ("fail", "hang")),
+    ("flaky", ["flip"] * 9, {"download_retry": 0}, 1, DamagedShardError),
+    ("flaky", ["short"] * 9, {"download_retry": 1, "validate_hash": None}, 2, DamagedShardError),
+    ("flaky", ["missing"], {}, 1, MissingShardError),
+    ("flaky", ["denied"], {}, 1, ShardError),
+    *(("web", [status] * 9, {}, num_asked, ShardError) for status, num_asked in (("403", 1), ("429", 3), ("503", 3))),
+    ("web", ["404"], {}, 1, MissingShardError),
+]
+
+
+@pytest.mark.usefixtures("_only_what_hangs_is_timed")
+@pytest.mark.parametrize(("kind", "faults", "options", "num_asked", "error"), FAULTS, ids=str)
+def test_an_attempt_that_fails_is_followed_by_others_or_an_error(
+    tmp_path: Path,
+    kind: str,
+    faults: list[str],
+    options: dict[str, Any],
+    num_asked: int,
+    error: type[Exception] | None,
+    snapshot: SnapshotAssertion,
+) -> None:
+    """What fails, brings other bytes, or takes too long is tried again, unless it is final; then all is as before."""
+    data = make_data()
+    with (flaky if kind == "flaky" else web)(data.stored, {SHARD: faults}) as (remote, seen):
+        seen.drip_seconds = 1.0
+        options = {"validate_hash": HASH, "download_timeout": 0.1, **options}
+        cache = cache_of(data, tmp_path / "local", remote, **options)
+        cache.fetch(0)
+        if error is not None:
+            with pytest.raises(error) as caught:
+                cache.fetch(1)
+            assert type(caught.value) is error
+            assert plain(str(caught.value), DIR=tmp_path, REMOTE=remote) == snapshot
+        else:
+            cache.fetch(1)
+        assert seen.asked.count(SHARD) == num_asked
+        seen.by_name.clear()
+        assert_whole(cache, data)
+
+
+def _directory(local: Path) -> None:
+    (local.parent / "remote" / SHARD).mkdir(parents=True)
+    cache_of(make_data(), local, str(local.parent / "remote")).fetch(1)
+
+
+def _unwritable(local: Path) -> None:
+    local.write_bytes(b"")  # not even root can create a directory there
+    with flaky(make_data().files) as (remote, _):
+        cache_of(make_data(), local, remote).fetch(1)
+
+
+def _far_damage(local: Path) -> None:
+    data = make_data(compression="zstd", hashes=())
+    with flaky({f"{SHARD}.zip": b"x" * len(data.stored[f"{SHARD}.zip"])}) as (remote, _):
+        cache_of(data, local, remote).fetch(1)
+
+
+def _alone(local: Path, shard: int) -> None:
+    write(local, {"shard.00000.mds": b"0123456789"})
+    cache_of(make_data(), local, None).fetch(shard)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
+    "retry": (lambda local: cache_of(make_data(), local, "memory://x", download_retry=-1), ValueError),
+    "timeout": (lambda local: cache_of(make_data(), local, "memory://x", download_timeout=0), ValueError),
+    "unknown hash": (lambda local: cache_of(make_data(), local, "memory://x", validate_hash="md6"), ValueError),
+    "absent hash": (lambda local: cache_of(make_data(), local, "memory://x", validate_hash="sha256"), ValueError),
+    "unknown protocol": (lambda local: cache_of(make_data(), local, "nonsense://bucket/data"), ValueError),
+    "no client": (lambda local: cache_of(make_data(), local, "gs://bucket/data"), ImportError),
+    "no client for the index": (lambda local: fetch_index(local=str(local), remote="gs://bucket/data"), ImportError),
+    "a limit below a shard": (
+        lambda local: cache_of(make_data(), local, "memory://x", limit=CacheLimit(999)),
+        ValueError,
+    ),
+    "no size": (lambda local: CacheLimit("1xb"), ValueError),
+    "a directory": (_directory, ShardError),
+    "a cache that can't be written": (_unwritable, ShardError),
+    "damage far away": (_far_damage, DamagedShardError),
+    "a short only copy": (lambda local: _alone(local, 0), DamagedShardError),
+    "no copy": (lambda local: _alone(local, 1), MissingShardError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_fetched_is_an_error(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    """The error names the argument or the shard, what is missing, and why; no file of a download stays."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    call, kind = REFUSED[case]
+    with pytest.raises(kind) as caught:
+        call(tmp_path / "local")
+    assert plain(str(caught.value), DIR=tmp_path) == snapshot
+    assert_tidy(tmp_path)

@@ -6,17 +6,18 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import checksums, directory as cache_directory, shard_files
+from lightning_faulttolerant.errors import DamagedShardError, ShardError
+from lightning_faulttolerant.streaming.cache import directory as cache_directory, shard_files
 from lightning_faulttolerant.streaming.cache.downloads import Remote
 from tests.streaming.cache.remotes import (
     HASH,
     Data,
-    assert_tidy,
     assert_whole,
     cache_of,
     damaged,
@@ -42,50 +43,6 @@ def asked_by_next_run(data: Data, local: Path, **options: object) -> list[str]:
         return faults.asked
 
 
-@pytest.mark.parametrize("validate_hash", [None, HASH])
-def test_a_cache_of_an_earlier_run_is_used(tmp_path: Path, validate_hash: str | None) -> None:
-    """Shards that are already in the cache are not fetched again."""
-    data = make_data()
-    warm(data, tmp_path, validate_hash=validate_hash)
-    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == []
-
-
-def test_shards_that_somebody_else_put_there_are_used(tmp_path: Path) -> None:
-    """A directory that was filled by hand, or by the original library, is a cache."""
-    data = make_data()
-    write(tmp_path, data.files)
-    assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == []
-
-
-@pytest.mark.parametrize("validate_hash", [None, HASH])
-@pytest.mark.parametrize("fault", ["flip", "short", "empty"])
-def test_a_shard_that_was_damaged_in_the_cache_is_fetched_again(
-    tmp_path: Path, fault: str, validate_hash: str | None
-) -> None:
-    """A cached file that differs from what was fetched is found, also without validate_hash, and replaced."""
-    data = make_data()
-    warm(data, tmp_path, validate_hash=validate_hash)
-    (tmp_path / SHARD).write_bytes(damaged(data.raw[SHARD], fault))
-    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == [SHARD]
-
-
-def test_a_wrong_shard_that_somebody_else_put_there_is_found_by_its_hash(tmp_path: Path) -> None:
-    """A file that was not fetched is compared with the hash in the index if that is requested."""
-    data = make_data()
-    write(tmp_path, {**data.files, SHARD: damaged(data.raw[SHARD], "flip")})
-    assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == [SHARD]
-
-
-def test_no_wrong_sample_after_a_hash_error_was_repaired(tmp_path: Path) -> None:
-    """A shard that failed its hash is not taken from the cache once the remote is repaired."""
-    data = make_data()
-    wrong = {**data.files, SHARD: damaged(data.raw[SHARD], "flip")}
-    with flaky(wrong) as (remote, _), pytest.raises(DamagedShardError) as caught:
-        cache_of(data, tmp_path, remote, validate_hash=HASH).fetch(1)
-    assert data.infos[1].files[0].hashes[HASH] in str(caught.value)
-    assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == [f"shard.0000{number}.mds" for number in range(3)]
-
-
 def test_a_hash_that_is_asked_for_later_is_checked_then(tmp_path: Path) -> None:
     """A shard that was kept without a hash is compared with it as soon as validate_hash is given."""
     data = make_data()
@@ -95,83 +52,12 @@ def test_a_hash_that_is_asked_for_later_is_checked_then(tmp_path: Path) -> None:
     assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == ["shard.00000.mds", SHARD, "shard.00002.mds"]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_file_that_lost_its_content_with_the_power_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
-) -> None:
-    """After a reboot, contents are compared with what was fetched, even if size and times match."""
-    data = make_data()
-    warm(data, tmp_path)
-    if is_lost:
-        (tmp_path / SHARD).write_bytes(bytes(1000))
-        mark = json.loads((tmp_path / MARK).read_bytes())
-        mark["files"][0]["identity"] = cache_directory.file_identity(str(tmp_path / SHARD))
-        (tmp_path / MARK).write_text(json.dumps(mark))
-    for module in (cache_directory, shard_files):
-        monkeypatch.setattr(module, "this_boot", lambda: "the next")
-    assert asked_by_next_run(data, tmp_path) == [SHARD] * is_lost
-    assert json.loads((tmp_path / MARK).read_bytes())["boot"] == "the next"
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"files": [{}]}', b"\xff\x00"])
-def test_a_mark_that_lost_its_content_vouches_for_nothing(tmp_path: Path, content: bytes) -> None:
-    """A shard with an unreadable mark is fetched again: the power loss may have taken both."""
-    data = make_data()
-    warm(data, tmp_path)
-    (tmp_path / MARK).write_bytes(content)
-    assert asked_by_next_run(data, tmp_path) == [SHARD]
-
-
-def test_files_that_are_unchanged_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first use in a process takes two lookups in the directory if nothing has happened to a shard."""
-    data = make_data()
-    warm(data, tmp_path)
-
-    def read(path: str) -> str:
-        raise AssertionError(f"{path} was read")
-
-    for module in (checksums, shard_files):
-        monkeypatch.setattr(module, "crc32", read)
-    assert asked_by_next_run(data, tmp_path) == []
-
-
 def test_shards_of_another_index_are_not_used(tmp_path: Path) -> None:
     """A shard that was kept for another index is fetched again, even if its size is the same."""
     old, new = make_data(hashes=(), salt="old"), make_data(hashes=(), salt="new")
     warm(old, tmp_path, index_digest="old")
     assert len(asked_by_next_run(new, tmp_path, index_digest="new")) == 3
     assert asked_by_next_run(new, tmp_path, index_digest="new") == []
-
-
-def test_a_shard_that_vanishes_is_fetched_again(tmp_path: Path) -> None:
-    """A shard that is removed while the run continues is fetched again."""
-    data = make_data()
-    with flaky(data.files) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote)
-        assert_whole(cache, data)
-        (tmp_path / SHARD).unlink()
-        assert not cache.is_here(1)
-        assert_whole(cache, data)
-        assert faults.asked.count(SHARD) == 2
-
-
-@pytest.mark.parametrize("validate_hash", [None, HASH])
-def test_a_shard_that_vanishes_while_it_is_checked_is_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate_hash: str | None
-) -> None:
-    """A shard that another process evicts between the check of its size and its reading is missing, not an error."""
-    data = make_data()
-    warm(data, tmp_path, validate_hash=validate_hash)
-    os.utime(tmp_path / SHARD)  # its content is read, to see whether it has changed
-    compute = checksums._digest
-
-    def evicted(path: str, algorithm: str) -> str:
-        os.unlink(path)
-        monkeypatch.undo()
-        return compute(path, algorithm)
-
-    monkeypatch.setattr(checksums, "_digest", evicted)
-    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == [SHARD]
 
 
 def test_a_shard_that_vanishes_before_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
@@ -219,15 +105,6 @@ def test_a_shard_that_turns_out_to_be_damaged_when_it_is_opened_is_fetched_again
         assert faults.asked == [SHARD] * 2
 
 
-@pytest.mark.parametrize("algorithm", ["br", "bz2", "gz", "snappy", "zstd"])
-@pytest.mark.parametrize("num_files", [1, 2])
-def test_compressed_shards_are_decompressed(tmp_path: Path, algorithm: str, num_files: int) -> None:
-    """Each compression is unpacked, also for formats with two files; the compressed file of a true remote goes."""
-    data = make_data(compression=algorithm, num_files=num_files)
-    warm(data, tmp_path, validate_hash=HASH)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [cache_directory.MARKS_DIRECTORY, *sorted(data.raw)]
-
-
 @pytest.mark.parametrize("keep_zip", [None, False, True])
 @pytest.mark.parametrize("is_local", [False, True])
 def test_compressed_files_are_kept_as_asked(tmp_path: Path, keep_zip: bool | None, is_local: bool) -> None:
@@ -254,28 +131,6 @@ def test_a_compressed_file_that_was_kept_is_used_again(tmp_path: Path, fault: st
     assert (tmp_path / f"{SHARD}.zip").read_bytes() == data.stored[f"{SHARD}.zip"]
 
 
-def test_a_compressed_file_of_another_index_is_not_used(tmp_path: Path) -> None:
-    """A compressed file that was kept for another index does not become a shard of this one."""
-    old, new = (
-        make_data(compression="snappy", hashes=(), salt="1"),
-        make_data(compression="snappy", hashes=(), salt="2"),
-    )
-    assert [len(content) for content in old.stored.values()] == [len(content) for content in new.stored.values()]
-    warm(old, tmp_path, keep_zip=True, index_digest="1")
-    assert len(asked_by_next_run(new, tmp_path, keep_zip=True, index_digest="2")) == 3
-
-
-def test_a_compressed_file_that_is_damaged_far_away_is_an_error(tmp_path: Path) -> None:
-    """A file that can't be decompressed is a damaged shard, and nothing of it stays."""
-    data = make_data(compression="zstd", hashes=())
-    stored = data.stored[f"{SHARD}.zip"]
-    with flaky({f"{SHARD}.zip": b"x" * len(stored)}) as (remote, faults):
-        with pytest.raises(DamagedShardError, match=rf"Shard 1 .*{SHARD}.zip: 3 attempts"):
-            cache_of(data, tmp_path, remote).fetch(1)
-        assert len(faults.asked) == 3
-    assert [path.name for path in tmp_path.iterdir()] == [cache_directory.MARKS_DIRECTORY]
-
-
 def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> None:
     """A valid compressed file may hold an invalid shard, so both hashes are checked."""
     data, other = make_data(compression="snappy", salt="1"), make_data(compression="snappy", salt="2")
@@ -284,18 +139,6 @@ def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> 
     ]
     with flaky(data.files) as (remote, _), pytest.raises(DamagedShardError, match=f"{SHARD}: its {HASH} is"):
         cache_of(dataclasses.replace(data, infos=infos), tmp_path, remote, validate_hash=HASH).fetch(1)
-
-
-def test_a_package_that_a_compression_needs_is_asked_for_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A missing package is not a failed download: there is no retry, and the error is Python's own."""
-    data = make_data(compression="br")
-    monkeypatch.setitem(__import__("sys").modules, "brotli", None)
-    with flaky(data.files) as (remote, faults):
-        with pytest.raises(ImportError, match="streaming"):
-            cache_of(data, tmp_path, remote).fetch(1)
-        assert faults.asked == [f"{SHARD}.zip"]
 
 
 def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
@@ -323,17 +166,6 @@ def test_a_local_data_set_is_only_read(tmp_path: Path, validate_hash: str | None
     assert tree(tmp_path) == before
 
 
-def test_a_shard_that_a_local_data_set_lacks_is_missing(tmp_path: Path) -> None:
-    """Without a remote, a shard that is missing or too short is an error that names it."""
-    data = make_data()
-    write(tmp_path, {"shard.00000.mds": data.raw["shard.00000.mds"][:10]})
-    cache = cache_of(data, tmp_path, None)
-    with pytest.raises(DamagedShardError, match="it has 10 bytes, but the index says 1000"):
-        cache.fetch(0)
-    with pytest.raises(MissingShardError, match=f"{SHARD}: it does not exist.*remote="):
-        cache.fetch(1)
-
-
 def test_a_compressed_local_data_set_is_decompressed_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,15 +183,6 @@ def test_a_compressed_local_data_set_is_decompressed_where_it_is(
     with pytest.raises(DamagedShardError, match=SHARD):
         cache_of(data, tmp_path, None, validate_hash=HASH).fetch(1)
     assert (tmp_path / f"{SHARD}.zip").exists()
-
-
-def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
-    """A shard that can't be written is an error that says where."""
-    data = make_data()
-    local = tmp_path / "local"
-    local.write_bytes(b"")  # not even root can create a directory there
-    with flaky(data.files) as (remote, _), pytest.raises(ShardError, match=f"can't be written to {local}"):
-        cache_of(data, local, remote).fetch(1)
 
 
 def test_a_cache_that_can_not_be_written_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,12 +213,77 @@ def test_a_full_disk_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(attempts) == 1
 
 
-def test_a_mark_without_its_shard_is_no_shard(tmp_path: Path) -> None:
-    """A shard that was evicted in part is fetched as a whole."""
-    data = make_data(num_files=2)
-    warm(data, tmp_path)
-    (tmp_path / f"{SHARD}.meta").unlink()
-    assert asked_by_next_run(data, tmp_path) == [SHARD, f"{SHARD}.meta"]
-    shutil.rmtree(tmp_path / cache_directory.MARKS_DIRECTORY)
-    assert asked_by_next_run(data, tmp_path) == []
-    assert_tidy(tmp_path)
+def _reboot() -> None:
+    for module in (cache_directory, shard_files):
+        module.this_boot = lambda: "the next"  # type: ignore[attr-defined]
+
+
+def _lost(local: Path) -> None:
+    """Leave zeros with the size and times of the file, as a power loss may."""
+    (local / SHARD).write_bytes(bytes(1000))
+    mark = json.loads((local / MARK).read_bytes())
+    mark["files"][0]["identity"] = cache_directory.file_identity(str(local / SHARD))
+    (local / MARK).write_text(json.dumps(mark))
+    _reboot()
+
+
+def _damage(kind: str) -> Callable[[Path], Any]:
+    return lambda local: (local / SHARD).write_bytes(damaged(make_data().raw[SHARD], kind))
+
+
+META = f"{SHARD}.meta"
+LEFT: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "all": (lambda local: None, []),
+    "a flipped bit": (_damage("flip"), [SHARD]),
+    "half a shard": (_damage("short"), [SHARD]),
+    "an empty shard": (_damage("empty"), [SHARD]),
+    "no shard": (lambda local: (local / SHARD).unlink(), [SHARD]),
+    "other times": (lambda local: os.utime(local / SHARD), []),
+    **{
+        f"the mark {content!r}": (lambda local, content=content: (local / MARK).write_bytes(content), [SHARD])
+        for content in (b"", b"{", b"[]", b'{"files": [{}]}', b"\xff\x00")
+    },
+    "no marks": (lambda local: shutil.rmtree(local / cache_directory.MARKS_DIRECTORY), []),
+    "all, before a reboot": (lambda local: _reboot(), []),
+    "zeros, before a power loss": (_lost, [SHARD]),
+}
+
+
+@pytest.mark.parametrize("validate_hash", [None, HASH])
+@pytest.mark.parametrize("case", LEFT)
+def test_the_next_run_fetches_what_does_not_match(
+    tmp_path: Path, case: str, validate_hash: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier run left is used while it is what was fetched, also after a reboot, and replaced otherwise."""
+    for module in (cache_directory, shard_files):
+        monkeypatch.setattr(module, "this_boot", module.this_boot)
+    data, (event, expected) = make_data(), LEFT[case]
+    with flaky(data.files) as (remote, faults):
+        running = cache_of(data, tmp_path, remote, validate_hash=validate_hash)
+        assert_whole(running, data)
+        event(tmp_path)
+        if case == "no shard":  # it is noticed while a run continues, too
+            assert not running.is_here(1)
+            assert_whole(running, data)
+            assert faults.asked.count(SHARD) == 2
+            event(tmp_path)
+    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == expected
+    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == []
+
+
+@pytest.mark.parametrize("fault", ["", "flip"])
+def test_shards_that_somebody_else_put_there_are_used(tmp_path: Path, fault: str) -> None:
+    """A directory that was filled by hand, or by the original library, is a cache; wrong ones are found by a hash."""
+    data = make_data()
+    write(tmp_path, {**data.files, SHARD: damaged(data.raw[SHARD], fault)})
+    assert asked_by_next_run(data, tmp_path, validate_hash=HASH) == [SHARD] * bool(fault)
+
+
+def test_a_shard_of_two_files_is_evicted_and_fetched_as_a_whole(tmp_path: Path) -> None:
+    """A shard that was evicted in part is fetched again, with both files, compressed or not."""
+    for number, compression in enumerate((None, "gz")):
+        data, local = make_data(num_files=2, compression=compression), tmp_path / str(number)
+        warm(data, local)
+        assert sorted(path.name for path in local.iterdir()) == [cache_directory.MARKS_DIRECTORY, *sorted(data.raw)]
+        (local / META).unlink()
+        assert asked_by_next_run(data, local) == [name for name in data.stored if "00001" in name]

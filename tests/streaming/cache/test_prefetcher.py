@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -13,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, downloads, prefetcher
+from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher
 from lightning_faulttolerant.testing.processes import fork_and_run
-from tests.streaming.cache.children import child, held_by_a_thread, wait_for
-from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web, write
+from tests.streaming.cache.children import child, wait_for
+from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web
 
 
 def needs(num_shards: int, *, step: int = 10) -> Iterator[Need]:
@@ -34,9 +33,8 @@ def here(data: Data, directory: Path) -> list[int]:
     return [number for number, info in enumerate(data.infos) if (directory / info.files[0].basename).exists()]
 
 
-def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
     """As the reader advances, the shards of the next samples are fetched, and no others."""
-    monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 1000.0)
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -131,34 +129,6 @@ def test_an_error_of_the_plan_is_raised(tmp_path: Path) -> None:
         ahead.close()
 
 
-def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
-    """Without a remote there is no thread."""
-    data = make_data(3)
-    write(tmp_path, data.files)
-    with Prefetcher([cache_of(data, tmp_path, None)], needs(3), predownload=10) as ahead:
-        assert threads() == []
-        assert ahead.wait(0, 2) == str(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("compression", "is_local", "number"),
-    [(None, True, 1), ("zstd:3", True, prefetcher._NUM_THREADS), (None, False, prefetcher._NUM_THREADS)],
-)
-def test_one_thread_copies_from_a_local_disk(
-    compression: str | None, is_local: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies only wait for each other's Python. Decompression, and a directory on a server, gain from threads."""
-    monkeypatch.setattr(downloads, "is_on_local_disk", lambda directory: is_local and directory == f"{remote}")
-    remote, local = tmp_path / "remote", tmp_path / "local"
-    data = make_data(3, compression=compression)
-    write(remote, data.stored)
-    with Prefetcher(
-        [cache_of(data, local, f"{remote}")], needs(3), predownload=0
-    ):  # threads stay as long as any is due
-        assert len(threads()) == number
-        wait_for(lambda: here(data, local) == [0])
-
-
 def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
     """Neither a download that hangs nor the pause before the next attempt delays the closing."""
     data = make_data(4)
@@ -169,18 +139,6 @@ def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
         ahead.close()
         assert threads() == []
         assert_tidy(tmp_path)
-
-
-def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
-    """When its owner is garbage collected, its threads end, also those that wait for their turn."""
-    data = make_data(4)
-    with flaky(data.files) as (remote, _):
-        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
-        wait_for(lambda: here(data, tmp_path) == [0])
-        assert len(threads()) == prefetcher._NUM_THREADS
-        del ahead
-        gc.collect()
-        wait_for(lambda: threads() == [])
 
 
 def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
@@ -195,22 +153,10 @@ def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
             ahead.wait(0, 2)
             ahead.close()
 
-        with held_by_a_thread(ahead._work._changed, ahead._work.stop._cond), child(worker) as process:
+        with child(worker) as process:
             assert process.wait() == 0
         ahead.close()
     assert here(data, tmp_path) == [2]
-
-
-def test_a_worker_whose_parent_is_gone_stops_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a worker end when the process that started it is dead."""
-    monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 0.01)
-    data = make_data(4)
-    with flaky(data.files) as (remote, _):
-        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
-        wait_for(lambda: here(data, tmp_path) == [0])
-        monkeypatch.setattr(prefetcher, "_is_orphan", lambda: True)
-        wait_for(lambda: threads() == [])
-        ahead.close()
 
 
 def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
@@ -229,7 +175,7 @@ def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
 
 
-@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1), (50, 1)])
+@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1)])
 def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
     tmp_path: Path, num_readers: int, num_ahead: int
 ) -> None:
@@ -249,29 +195,6 @@ def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
                 wait_for(lambda: len(here(data, tmp_path)) <= 6)
                 assert number in here(data, tmp_path)
         assert sorted(faults.asked) == sorted(data.stored)
-
-
-def test_what_is_needed_next_is_not_evicted_for_what_is_needed_later(tmp_path: Path) -> None:
-    """Shards that were fetched ahead stay until the reader has them, even if others were used after them."""
-    data = make_data(8)
-    with flaky(data.files) as (remote, _):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
-        with Prefetcher([cache], needs(2), predownload=1000) as ahead:
-            wait_for(lambda: here(data, tmp_path) == [0, 1])
-            for number in (4, 5, 6, 7):
-                ahead.wait(0, number)
-                assert {0, 1, number} <= set(here(data, tmp_path))
-
-
-def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Path) -> None:
-    """Shards that the reader passes without waiting make room for the next ones."""
-    data = make_data(8)
-    with flaky(data.files) as (remote, _):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
-        with Prefetcher([cache], needs(8), predownload=1000) as ahead:
-            wait_for(lambda: here(data, tmp_path) == [0, 1])
-            ahead.advance(15)
-            wait_for(lambda: 3 in here(data, tmp_path))
 
 
 def test_what_was_passed_is_not_fetched_any_more(tmp_path: Path) -> None:
