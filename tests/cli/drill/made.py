@@ -193,3 +193,18 @@ def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
 def whole() -> list[RankOfRun]:
     """Return an uninterrupted run."""
     return [join(0, [[begun(), *fit_lines()]])]
+
+
+def validated_lines() -> list[Line]:
+    """Return the lines of a fit of two batches, a validation run of three, and one more batch."""
+    run = [evaluated_line(number, batch=2) for number in (1, 2, 3)]
+    logged = [log_line(0, 2, validating=True, validation_batch=number) for number in (1, 2, 3)]
+    result = line(ledger.VALIDATED, epoch=0, batch=2, metrics={"accuracy": (0.3).hex()})
+    validation = [event for pair in zip(run, logged, strict=True) for event in pair]
+    return [batch_line(0, 0), batch_line(0, 1), *validation, result, batch_line(0, 2)]
+
+
+def whole_lines() -> list[Line]:
+    """Return the lines of a script that fits, validating in the middle, and tests."""
+    end = line(ledger.END, weights="weights", optimizers="optimizers", metrics={}, rng="rng")
+    return [begun(), *validated_lines(), end, begun(fit=2, function="test"), *evaluation_lines()]

@@ -233,7 +233,8 @@ class Evaluation(Training):
 
     def run(self) -> None:
         """Run the evaluation from where it was left."""
-        self.write("fit", function=self.function, pid=os.getpid(), rank=0, num_ranks=1, surroundings={"threads": 2})
+        surroundings = {"torch": "2.13", "threads": 2}
+        self.write("fit", function=self.function, pid=os.getpid(), rank=0, num_ranks=1, surroundings=surroundings)
         self.resume()
         if not self.path.exists():
             self.save()

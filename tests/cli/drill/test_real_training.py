@@ -83,20 +83,3 @@ def test_real_evaluations_of_two_ranks_are_exact(tmp_path: Path) -> None:
     assert [strike.stage for strike in found.strikes] == ["test", "predict"]
     assert found.interrupted is not None
     assert (found.interrupted.num_ranks, found.interrupted.num_evaluated) == (2, 6)
-
-
-BROKEN = {
-    "position": ("test", "batch 3 of test", "content of the batch"),
-    "metrics": ("test", "values logged at step 0 of test", "metric"),
-    "prediction": ("predict", "the end of predict", "returned number of predictions"),
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_resume_of_a_real_evaluation_is_found(tmp_path: Path, broken: str) -> None:
-    """Batches that are repeated, a metric that is doubled, and a prediction that is lost are named."""
-    function, place, name = BROKEN[broken]
-    found = drill(tmp_path, f"--functions={function}", f"--break={broken}", stages=(function,), at=(3,))
-    assert found.verdict.word == result.DIFFERS
-    assert found.verdict.difference is not None
-    assert (found.verdict.difference.place, found.verdict.difference.values[0].name) == (place, name)

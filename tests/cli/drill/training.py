@@ -1,6 +1,6 @@
 """A small training with shuffling, augmentation, and dropout, and a data set that may count its calls.
 
-It may also validate, test, and predict, and break a part of the resume of an evaluation.
+It may also validate, test, and predict.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -17,10 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.evaluation import compat
-from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationState
-from lightning_faulttolerant.trainer.evaluation.saving import Predictions
-from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 
 
 class Noisy(Dataset[Tensor]):
@@ -71,37 +66,6 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def lose_position() -> None:
-    """Let the loaders of a resumed evaluation begin from their first batch."""
-    Loaders.resume_from = lambda self, state: None  # type: ignore[method-assign]
-
-
-def double_metrics() -> None:
-    """Let the sum of a resumed evaluation's metric be twice as large."""
-    load = EvaluationState.load_state_dict
-
-    def load_and_double(self: EvaluationState, state: Any) -> list[str]:
-        not_restored = load(self, state)
-        self._trainer.lightning_module.metric.mean_value *= 2
-        return not_restored
-
-    EvaluationState.load_state_dict = load_and_double  # type: ignore[method-assign]
-
-
-def lose_prediction() -> None:
-    """Let a resumed predict lose the last prediction before the resume."""
-    load = Predictions.load
-
-    def load_but_one(self: Predictions, state: Any) -> None:
-        load(self, state)
-        compat.predictions_of(self._trainer.predict_loop)[0].pop()
-
-    Predictions.load = load_but_one  # type: ignore[method-assign]
-
-
-BROKEN = {"position": lose_position, "metrics": double_metrics, "prediction": lose_prediction}
-
-
 def main() -> None:
     """Train with the given arguments."""
     parser = argparse.ArgumentParser()
@@ -110,10 +74,7 @@ def main() -> None:
     parser.add_argument("--flaw", action="store_true")
     parser.add_argument("--run-id")
     parser.add_argument("--functions", default="fit")
-    parser.add_argument("--break", dest="broken", choices=BROKEN)
     arguments = parser.parse_args()
-    if arguments.broken is not None:
-        BROKEN[arguments.broken]()
     torch.set_num_threads(1)
     seed_everything(1, workers=True)
     trainer = Trainer(
