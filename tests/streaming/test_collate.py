@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.loader import collate
@@ -95,26 +95,12 @@ def test_what_can_not_be_a_batch_is_torchs_error(name: str) -> None:
     assert str(found.value) == str(expected.value)
 
 
-def test_a_column_that_only_a_later_sample_has_is_left_out() -> None:
-    """The first sample determines the columns, as with default_collate."""
-    samples = [{"x": 1}, {"x": 2, "y": 3}]
-    assert_same(collate(samples), default_collate(samples))
-
-
 def test_batch_shares_no_memory_with_its_samples() -> None:
     """Writing to a batch leaves the arrays of its samples as they are, also in a batch of one."""
     for size in (4, 5000):
         array = np.zeros(size)
         collate([{"array": array}])["array"] += 1
         assert not array.any()
-
-
-def test_batches_are_the_same_from_workers() -> None:
-    """A worker's batch arrives as one of default_collate's does."""
-    samples = [{"number": i, "small": np.full(4, i), "large": np.full(5000, i)} for i in range(8)]
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": 1}
-    found = list(DataLoader(samples, collate_fn=collate, **options))  # type: ignore[arg-type]
-    assert_same(found, list(DataLoader(samples, **options)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -165,16 +151,3 @@ def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: Strea
     for num_workers in (0, 1):
         found = next(iter(StreamingDataLoader(doubled, batch_size=2, num_workers=num_workers)))
         assert torch.equal(found["large"], 2 * next(iter(StreamingDataLoader(dataset, batch_size=2)))["large"])
-
-
-def test_lent_samples_are_those_that_are_given(dataset: StreamingDataset) -> None:
-    """A large array is a read-only part of the file, and all values are the same."""
-    shards = dataset._shards
-    ids = np.array([3, 0, 4])
-    lent, own = list(shards.samples(ids, are_lent=True)), list(shards.samples(ids))
-    for one, other in zip(lent, own, strict=True):
-        assert list(one) == list(other)
-        assert one["number"] == other["number"]
-        for name in ("large", "small"):
-            np.testing.assert_array_equal(one[name], other[name], strict=True)
-        assert not one["large"].flags.writeable

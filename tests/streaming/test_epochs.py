@@ -12,74 +12,10 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.worker import WorkerInfo
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.errors import StreamingError
-from lightning_faulttolerant.streaming import epochs
-from lightning_faulttolerant.streaming.epochs import EpochBook
-from lightning_faulttolerant.streaming.ordering import Seeding
 from tests.processes import in_child
 from tests.streaming.shard_files import batches, write
-
-BIG = 2**60 + 1
-
-
-def test_a_book_keeps_what_a_state_says() -> None:
-    """A book keeps epoch, position, and seeding, also the large seeds of the original's first versions."""
-    seeding = Seeding(seed=BIG, num_canonical_nodes=3)
-    book = EpochBook(Seeding(seed=1))
-    assert (book.place, book.next_epoch, book.seeding) == ((0, 0), 0, Seeding(seed=1))
-    book.put(5, 7, seeding)
-    assert (book.place, book.next_epoch, book.seeding, book.has_begun) == ((5, 7), 5, seeding, False)
-    assert book.begin(lambda epoch, sample: (epoch, sample)) == (5, 7)
-    assert (book.place, book.next_epoch, book.has_begun) == ((5, 7), 6, True)
-
-
-def test_the_end_of_an_epoch_is_begun_as_the_next_one() -> None:
-    """A book begins at the place that the data set derives from the state."""
-    book = EpochBook(Seeding(seed=1))
-    book.put(5, 7, Seeding(seed=1))
-    assert book.begin(lambda epoch, sample: (epoch + 1, 0)) == (6, 0)
-    assert book.next_epoch == 7
-
-
-def _as_worker(worker: int, name: str, patch: pytest.MonkeyPatch) -> None:
-    info = WorkerInfo(id=worker, num_workers=2, seed=0, dataset=None)
-    patch.setattr(epochs, "get_worker_info", lambda: info)
-    patch.setattr(multiprocessing.current_process(), "_name", name)
-
-
-def _same(epoch: int, sample: int) -> tuple[int, int]:
-    return epoch, sample
-
-
-def test_a_worker_waits_for_worker_0_of_the_same_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What worker 0 of another iterator has announced does not count, and after a time an error names worker 0."""
-    monkeypatch.setattr(epochs, "_WAIT_SECONDS", 0.05)
-    first = EpochBook(Seeding(seed=1))
-    _as_worker(0, "Process-4", monkeypatch)
-    assert first.begin_in_worker(_same) == (0, 0)
-    _as_worker(1, f"Process-{5 + epochs._SLOTS}", monkeypatch)  # it looks into the same slot
-    other = _copy(first)
-    with pytest.raises(StreamingError, match="worker 0 has not begun"):
-        other.begin_in_worker(_same)
-    _as_worker(1, "Process-5", monkeypatch)
-    assert _copy(first).begin_in_worker(_same) == (0, 0)
-
-
-def _copy(book: EpochBook) -> EpochBook:
-    """Return a book of another process, with the same shared memory."""
-    other = EpochBook(Seeding(seed=1))
-    other._shared = book._shared
-    return other
-
-
-def test_a_worker_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that can't be distinguished from those of another iterator are an error, not a guess."""
-    _as_worker(0, "my worker", monkeypatch)
-    with pytest.raises(StreamingError, match="my worker"):
-        EpochBook(Seeding(seed=1)).begin_in_worker(_same)
 
 
 @pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])

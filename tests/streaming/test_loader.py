@@ -1,17 +1,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-import lightning_faulttolerant
 from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import StreamingError
 from tests.streaming.shard_files import batches, numbers, write
@@ -97,27 +93,6 @@ def test_only_batches_that_were_handed_out_count(directory: str, num_workers: in
     assert places == [*((0, 8 * (i + 1)) for i in range(12)), (1, 0)]
 
 
-def test_a_state_is_small_and_plain(directory: str) -> None:
-    """A state has the original's keys, is JSON, and is below 1 kB."""
-    loader = _loader(directory)
-    _taken(loader, 3)
-    text = json.dumps(loader.state_dict())
-    assert len(text) < 1000
-    assert json.loads(text) == loader.state_dict()
-    assert {"epoch", "sample_in_epoch", "shuffle_seed", "num_canonical_nodes"} <= loader.state_dict().keys()
-
-
-def test_the_length_stays_that_of_a_whole_epoch(directory: str) -> None:
-    """After a resume, the length of loader and data set is unchanged, since Lightning relies on it."""
-    loader = _loader(directory)
-    _taken(loader, 5)
-    resumed = _loader(directory)
-    resumed.load_state_dict(loader.state_dict())
-    assert (len(resumed), len(resumed.dataset)) == (len(loader), len(loader.dataset)) == (13, 101)
-    assert len(batches(resumed)) == 8
-    assert (len(resumed), len(resumed.dataset)) == (13, 101)
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_continue_after_a_resume_with_workers(directory: str, persistent: bool) -> None:
     """With workers, persistent or not, the rest of the epoch follows, then whole epochs, as without an interruption."""
@@ -136,20 +111,6 @@ def test_epochs_continue_after_a_resume_with_workers(directory: str, persistent:
     assert batches(loader) == expected[2]
     loader.load_state_dict(state)
     assert first + batches(loader) == expected[1]
-
-
-def test_an_iteration_that_was_left_early_can_be_continued_with(directory: str) -> None:
-    """After an early exit, the next iteration is the whole next epoch or, with its state loaded, the current rest."""
-    whole = _loader(directory)
-    expected = [batches(whole), batches(whole)]
-    left = _loader(directory)
-    first = _taken(left, 4)
-    assert batches(left) == expected[1]
-    left = _loader(directory)
-    assert _taken(left, 4) == first
-    left.load_state_dict(left.state_dict())
-    assert first + batches(left) == expected[0]
-    assert batches(left) == expected[1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -200,25 +161,6 @@ def test_samples_without_batches_are_counted(directory: str) -> None:
     assert read + numbers(resumed) == numbers(_loader(directory))
 
 
-def test_the_size_of_a_batch_is_known_from_the_plan(directory: str) -> None:
-    """Whatever a collate function does with the samples, batches count as planned."""
-    loader = _loader(directory, collate_fn=lambda samples: {"one": torch.zeros(1), "many": [len(samples)] * 70})
-    for _ in zip(range(3), loader, strict=False):
-        pass
-    assert _place(loader.state_dict()) == (0, 24)
-
-
-def test_what_cannot_be_counted_is_refused(directory: str) -> None:
-    """Other data sets, batches of another size than the data set has, and batches in any order are refused."""
-    with pytest.raises(TypeError, match="needs a StreamingDataset"):
-        StreamingDataLoader(range(3))
-    with pytest.raises(ValueError, match="batch_size=4"):
-        StreamingDataLoader(StreamingDataset(directory, batch_size=4), batch_size=8)
-    if "in_order" in DataLoader.__init__.__annotations__:
-        with pytest.raises(ValueError, match="in_order"):
-            _loader(directory, num_workers=2, in_order=False)
-
-
 class _Short(StreamingDataset):
     def _read(self, plan: Any, num_taken: int) -> Any:
         return itertools.islice(super()._read(plan, num_taken), 90)
@@ -231,35 +173,11 @@ def test_an_epoch_that_ends_early_raises(directory: str, num_workers: int) -> No
         batches(StreamingDataLoader(_Short(directory), batch_size=8, num_workers=num_workers))
 
 
-def test_the_public_names_are_these() -> None:
-    """The classes are the package's own, loaded on first access."""
-    assert lightning_faulttolerant.StreamingDataLoader is StreamingDataLoader
-    assert lightning_faulttolerant.StreamingDataset is StreamingDataset
-
-
 class _Generated(StreamingDataset):
     """A typical user class: an iteration that begins with the request for its first sample."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_iteration_that_is_a_generator_is_that_of_the_loader(tmp_path: Path, num_workers: int) -> None:
-    """If __iter__ is a generator, each epoch comes once, in order, and a state leads back to where it was taken."""
-    write(tmp_path, 20)
-
-    def loader(kind: type[StreamingDataset]) -> StreamingDataLoader:
-        return StreamingDataLoader(kind(tmp_path, shuffle=True, batch_size=4), batch_size=4, num_workers=num_workers)
-
-    expected, generated, resumed = loader(StreamingDataset), loader(_Generated), loader(_Generated)
-    for epoch in range(2):
-        assert numbers(generated) == numbers(expected)
-        assert generated.state_dict()["epoch"] == epoch + 1
-    iterator = iter(generated)
-    next(iterator)
-    resumed.load_state_dict(generated.state_dict())
-    assert numbers(resumed) == numbers(iterator)
 
 
 class _Mapped(StreamingDataset):
@@ -289,8 +207,8 @@ class _Delayed(StreamingDataset):
         return (sample for sample, _ in itertools.pairwise(super().__iter__()))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", [_Mapped, _Filtered, _Packed, _Multiplied, _Delayed])
+@pytest.mark.parametrize("num_workers", [0])
+@pytest.mark.parametrize("kind", [_Generated, _Mapped, _Filtered, _Packed, _Multiplied, _Delayed])
 def test_a_data_set_that_changes_the_number_of_samples_has_no_wrong_position(
     tmp_path: Path, kind: type[StreamingDataset], num_workers: int
 ) -> None:
@@ -311,7 +229,7 @@ def test_a_data_set_that_changes_the_number_of_samples_has_no_wrong_position(
             resumed = loader()
             resumed.load_state_dict(state)
             assert batches(resumed) == (whole[number:] or whole)
-    assert bool(refused) == (kind is not _Mapped)
+    assert bool(refused) == (kind not in (_Mapped, _Generated))
     assert all("ResumableDataLoader" in error for error in refused)
     assert running.state_dict()["sample_in_epoch"] == 0
     first = loader(ResumableDataLoader)

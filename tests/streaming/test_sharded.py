@@ -6,13 +6,12 @@ import gzip
 import pickle
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
-from lightning_faulttolerant.errors import MissingIndexError, MissingShardError, UnsafeDataError
+from lightning_faulttolerant import StreamingDataset
+from lightning_faulttolerant.errors import MissingIndexError
 from lightning_faulttolerant.streaming import LocalDataset
 from lightning_faulttolerant.streaming.cache import directory
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
@@ -59,15 +58,6 @@ def test_a_shard_says_what_the_index_says_of_it(tmp_path: Path) -> None:
     size, zip_size = len(gzip.decompress(stored)), len(stored)
     assert (zipped.get_raw_size(), zipped.get_zip_size(), zipped.get_max_size()) == (size, zip_size, size + zip_size)
     assert zipped.compression == "gz:1"
-
-
-def test_shards_are_numbered_over_all_streams(tmp_path: Path) -> None:
-    """The shards of the second stream come after those of the first."""
-    streams = [Stream(local=write(tmp_path / name, 40, first=1000 * at)) for at, name in enumerate("ab")]
-    dataset = StreamingDataset(streams=streams)
-    assert dataset.num_streams == 2
-    assert dataset.samples_per_stream.tolist() == [40, 40]
-    assert dataset.shards[dataset.num_shards // 2][0] == {"n": 1000}
 
 
 def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset, Path]) -> None:
@@ -120,29 +110,6 @@ def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[Stream
         assert len(shard_paths(cache)) == 1
 
 
-def test_an_only_copy_is_not_evicted(remote: str) -> None:
-    """Of a data set without a remote, nothing is deleted, neither by its number nor as the coldest."""
-    dataset = StreamingDataset(remote)
-    dataset.prepare_shard(0)
-    with pytest.raises(ValueError, match="only copy"):
-        dataset.evict_shard(0)
-    with pytest.raises(ValueError, match="no shard to evict"):
-        dataset.evict_coldest_shard()
-    assert len(shard_paths(remote)) == dataset.num_shards
-    shard_paths(remote)[0].unlink()
-    with pytest.raises(MissingShardError):
-        dataset.prepare_shard(0)
-
-
-@pytest.mark.parametrize("shard", [-1, 1000])
-def test_a_shard_that_there_is_not_is_an_error(cached: tuple[StreamingDataset, Path], shard: int) -> None:
-    """Neither a negative number nor one too large is taken for another shard."""
-    with pytest.raises(IndexError, match="no shard"):
-        cached[0].prepare_shard(shard)
-    with pytest.raises(IndexError, match="no shard"):
-        cached[0].evict_shard(shard)
-
-
 def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
     """The arguments of a data set are available under the same names, with the values that it derives."""
     dataset = StreamingDataset(
@@ -165,21 +132,6 @@ def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
     assert (plain.num_canonical_nodes, plain.epoch_size) == (1, NUM_SAMPLES)
 
 
-class _Doubled(StreamingDataset):
-    def get_item(self, sample_id: int) -> Any:
-        return {"n": 2 * super().get_item(sample_id)["n"]}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_derived_class_may_have_its_own_get_item(remote: str, num_workers: int) -> None:
-    """`[]`, an iteration, and a loader give the samples of the derived class's own `__getitem__`."""
-    dataset = _Doubled(remote, batch_size=8)
-    assert dataset[-1] == {"n": 200}
-    assert numbers(dataset) == list(range(0, 202, 2))
-    loader = StreamingDataLoader(_Doubled(remote, batch_size=8), batch_size=8, num_workers=num_workers)
-    assert numbers(loader) == list(range(0, 202, 2))
-
-
 def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
     """Torch's samplers choose the samples of a local data set, which can be pickled, and has a split."""
     write(tmp_path / "train", 20)
@@ -189,12 +141,3 @@ def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
     assert numbers(pickle.loads(pickle.dumps(dataset))[3:5]) == [3, 4]
     with pytest.raises(MissingIndexError):
         LocalDataset(tmp_path)
-
-
-def test_a_local_data_set_refuses_pickled_columns(tmp_path: Path) -> None:
-    """A local data set refuses pickled columns as the streaming one does, unless they are allowed."""
-    with MDSWriter(out=str(tmp_path / "data"), columns={"n": "pkl"}) as writer:
-        writer.write({"n": 5})
-    with pytest.raises(UnsafeDataError):
-        LocalDataset(tmp_path / "data")
-    assert LocalDataset(tmp_path / "data", allow_unsafe_types=True)[0] == {"n": 5}

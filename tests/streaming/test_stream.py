@@ -105,13 +105,6 @@ def test_a_derived_stream_stays_what_it_is(directories: list[str]) -> None:
     assert [stream.download_retry for stream in (*given, *dataset.streams)] == [None, None, 5, 5]
 
 
-def test_no_sample_is_read_more_often_than_others_need(directories: list[str]) -> None:
-    """A stream that is read k and a half times reads each of its samples k or k + 1 times."""
-    counted = Counter(numbers(_mixed(directories, {"repeat": 1}, {"repeat": 2.5})))
-    assert {counted[number] for number in range(60)} == {1}
-    assert {counted[number] for number in range(1000, 1040)} == {2, 3}
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_mixture_is_resumed(directories: list[str], num_workers: int) -> None:
     """A state in the middle of an epoch of several streams continues with its next batch."""
@@ -159,22 +152,6 @@ def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -
         iter(other)
 
 
-def test_a_state_of_another_mixture_is_refused(directories: list[str]) -> None:
-    """Other weights are another order, and the error says so."""
-    state = _mixed(directories, {"repeat": 1}, {"repeat": 2}).state_dict(0, True)
-    with pytest.raises(FingerprintMismatchError, match="samples of an epoch: 140 -> 160"):
-        _mixed(directories, {"repeat": 2}, {"repeat": 1}).load_state_dict(state)
-    state = _mixed(directories, {"proportion": 1}, {"proportion": 3}).state_dict(0, True)
-    with pytest.raises(FingerprintMismatchError, match="how many samples of each stream"):
-        _mixed(directories, {"proportion": 3}, {"proportion": 1}).load_state_dict(state)
-
-
-def test_samples_are_numbered_over_all_streams(directories: list[str]) -> None:
-    """`[]` counts through the streams in their order."""
-    dataset = _mixed(directories)
-    assert numbers(dataset[58:62]) == [58, 59, 1000, 1001]
-
-
 def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path) -> None:
     """An option that a stream leaves open is the data set's, and each stream is cached in its own directory."""
     for name in ("a", "b"):
@@ -183,12 +160,6 @@ def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path) -> None:
     dataset = StreamingDataset(streams=streams, split="val")
     assert numbers(dataset) == [*range(9700, 9720), *range(9800, 9820)]
     assert (tmp_path / "a" / "val" / "index.json").exists()
-
-
-def test_two_streams_of_one_directory_are_read_twice(directories: list[str]) -> None:
-    """One directory may be two streams."""
-    dataset = _mixed([directories[0], directories[0]])
-    assert sorted(numbers(dataset)) == sorted([*range(60), *range(60)])
 
 
 def test_a_remote_without_a_directory_is_cached_in_the_temporary_one(
@@ -210,28 +181,6 @@ def test_the_directory_of_a_remote_is_that_of_the_original(split: str | None, tm
     stream = Stream(remote=remote, split=split)
     assert stream.local == theirs._get_temporary_directory(SimpleNamespace(remote=remote, split=split or ""))
     assert Stream(local="here", split=split).local == "here"
-
-
-@pytest.mark.parametrize(
-    ("streams", "message"),
-    [
-        (lambda: [Stream(local="a", repeat=1, choose=1)], "at most one"),
-        (lambda: [Stream(local="a", proportion=-1)], "at least 0"),
-        (lambda: [Stream()], "nothing to read"),
-    ],
-)
-def test_bad_streams_are_refused(streams: Any, message: str) -> None:
-    """A stream with two weights, a negative one, or without a location raises."""
-    with pytest.raises(ValueError, match=message):
-        streams()
-
-
-def test_proportions_go_with_proportions_only(directories: list[str]) -> None:
-    """A proportion is relative to all streams, so all have one."""
-    with pytest.raises(ValueError, match="proportion"):
-        _mixed(directories, {"proportion": 1}, {})
-    with pytest.raises(ValueError, match="Give either"):
-        StreamingDataset(directories[0], streams=[Stream(local=directories[1])])
 
 
 @pytest.mark.parametrize("remote", ["{}", "file://{}", "memory://{}"])

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataset
-from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming import dataset as dataset_module, world as world_module
 from lightning_faulttolerant.streaming.world import World, current_world
 from tests.ranks import on_ranks
@@ -41,35 +40,11 @@ def test_the_rank_is_what_the_launcher_says(case: str) -> None:
     assert current_world(environment) == expected
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}],
-    ids=["no rank", "a second node of unknown size"],
-)
-def test_a_rank_that_cannot_be_told_is_refused(environment: dict[str, str]) -> None:
-    """Several ranks, with this one unknown, raise: by a guess, two ranks would read the same samples."""
-    with pytest.raises(StreamingError, match="can't know its rank"):
-        current_world(environment)
-
-
-@pytest.mark.parametrize("values", [{"rank": 2, "num_ranks": 2}, {"num_ranks": 3, "ranks_per_node": 2}])
-def test_an_impossible_world_is_refused(values: dict[str, int]) -> None:
-    """A rank outside the world, and a node size that does not divide it, raise."""
-    with pytest.raises(StreamingError):
-        World(**values)
-
-
 @pytest.mark.parametrize("rank", range(8))
 def test_replicated_ranks_get_the_same_data(rank: int) -> None:
     """Each run of `replication` ranks is one reader, on its node."""
     world = World(rank=rank, num_ranks=8, ranks_per_node=4).replicated(2)
     assert world == World(rank=rank // 2, num_ranks=4, ranks_per_node=2)
-
-
-def test_a_replication_that_does_not_divide_the_ranks_is_refused() -> None:
-    """Ranks that are not whole groups raise."""
-    with pytest.raises(ValueError, match="does not divide"):
-        World(num_ranks=3).replicated(2)
 
 
 def _read(directory: str, rank: int, **arguments: Any) -> list[Any]:

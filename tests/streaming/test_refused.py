@@ -1,0 +1,151 @@
+"""What can't be read, resumed, or counted is refused at once, by an error that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from lightning_faulttolerant import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import (
+    FingerprintMismatchError,
+    IndexFileError,
+    MissingShardError,
+    StreamingError,
+    UnsafeDataError,
+)
+from lightning_faulttolerant.streaming import LocalDataset
+from lightning_faulttolerant.streaming.world import World, current_world
+from tests.messages import plain
+from tests.streaming.shard_files import shard_paths, write
+
+
+@dataclass(frozen=True)
+class Place:
+    """Two data sets, and a directory for others."""
+
+    one: str
+    other: str
+    new: Path
+
+    def data(self, **options: Any) -> StreamingDataset:
+        """Return the first data set."""
+        return StreamingDataset(self.one, **options)
+
+    def mixed(self, *weights: dict[str, Any]) -> StreamingDataset:
+        """Return both, with weights."""
+        streams = [Stream(local=path, **weight) for path, weight in zip((self.one, self.other), weights, strict=True)]
+        return StreamingDataset(streams=streams, shuffle=True)
+
+    def pickled(self, kind: Any) -> Any:
+        """Return a data set whose column would run code."""
+        with MDSWriter(out=str(self.new), columns={"n": "pkl"}) as writer:
+            writer.write({"n": 5})
+        assert kind(str(self.new), allow_unsafe_types=True)[0] == {"n": 5}
+        return kind(str(self.new))
+
+    def moved(self) -> None:
+        """Load the place of a reader into another one, and ask the loader."""
+        loader = StreamingDataLoader(self.data(), batch_size=8)
+        next(iter(loader))
+        elsewhere = iter(loader.dataset)
+        elsewhere.load_state_dict(elsewhere.state_dict())
+        loader.state_dict()
+
+    def of_two_workers(self) -> None:
+        """Load the place of one of two workers."""
+        samples = iter(self.data())
+        state = samples.state_dict()
+        state["world"]["num_workers"] = 2
+        samples.load_state_dict(state)
+
+    def without_a_shard(self) -> None:
+        """Prepare a shard that is missing."""
+        shard_paths(self.one)[0].unlink()
+        self.data().prepare_shard(0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """Return data sets of 60 and of 40 samples."""
+    return Place(write(tmp_path / "one", 60), write(tmp_path / "other", 40, first=1000), tmp_path / "new")
+
+
+REFUSED: dict[str, tuple[Callable[[Place], Any], type[Exception]]] = {
+    "no place": (lambda p: StreamingDataset(), ValueError),
+    "two places": (lambda p: StreamingDataset(p.one, streams=[Stream(local=p.other)]), ValueError),
+    "batch_size": (lambda p: p.data(batch_size=0), ValueError),
+    "batch_size as a boolean": (lambda p: p.data(batch_size=True), ValueError),
+    "shuffle_seed": (lambda p: p.data(shuffle_seed=-1), ValueError),
+    "epoch_size": (lambda p: p.data(epoch_size="many"), ValueError),
+    "batching_method": (lambda p: p.data(batching_method="per_stream"), ValueError),
+    "sampling_method": (lambda p: p.data(sampling_method="some"), ValueError),
+    "num_canonical_nodes": (lambda p: p.data(num_canonical_nodes=0), ValueError),
+    "validate_hash": (lambda p: p.data(validate_hash="md9"), ValueError),
+    "cache_limit": (lambda p: p.data(cache_limit="much"), ValueError),
+    "replication": (lambda p: World(num_ranks=3).replicated(2), ValueError),
+    "no index": (lambda p: StreamingDataset(str(p.new)), IndexFileError),
+    "no samples": (lambda p: StreamingDataset(write(p.new, 0)), IndexFileError),
+    "a sample after the end": (lambda p: p.data()[60], IndexError),
+    "a sample before the beginning": (lambda p: p.data()[-61], IndexError),
+    "half a state": (lambda p: p.data().load_state_dict({"epoch": 1}), ValueError),
+    "a newer state": (lambda p: p.data().load_state_dict({**p.data().state_dict(0, True), "version": 2}), ValueError),
+    "more data": (
+        lambda p: StreamingDataset(write(p.new, 63)).load_state_dict(p.data().state_dict(0, True)),
+        FingerprintMismatchError,
+    ),
+    "another shuffle": (
+        lambda p: p.data(shuffle=True).load_state_dict(p.data().state_dict(0, True)),
+        FingerprintMismatchError,
+    ),
+    "other repeats": (
+        lambda p: p.mixed({"repeat": 2}, {"repeat": 1}).load_state_dict(
+            p.mixed({"repeat": 1}, {"repeat": 2}).state_dict(0, True)
+        ),
+        FingerprintMismatchError,
+    ),
+    "other proportions": (
+        lambda p: p.mixed({"proportion": 3}, {"proportion": 1}).load_state_dict(
+            p.mixed({"proportion": 1}, {"proportion": 3}).state_dict(0, True)
+        ),
+        FingerprintMismatchError,
+    ),
+    "a moved iterator": (Place.moved, StreamingError),
+    "another reader's place": (Place.of_two_workers, Exception),
+    "one proportion": (lambda p: p.mixed({"proportion": 1}, {}), ValueError),
+    "two weights": (lambda p: Stream(local="a", repeat=1, choose=1), ValueError),
+    "a negative weight": (lambda p: Stream(local="a", proportion=-1), ValueError),
+    "a stream of nothing": (lambda p: Stream(), ValueError),
+    "a pickled column": (lambda p: p.pickled(StreamingDataset), UnsafeDataError),
+    "a pickled column here": (lambda p: p.pickled(LocalDataset), UnsafeDataError),
+    "a shard before the first": (lambda p: p.data().prepare_shard(-1), IndexError),
+    "a shard after the last": (lambda p: p.data().evict_shard(1000), IndexError),
+    "an only copy": (lambda p: p.data().evict_shard(0), ValueError),
+    "the coldest only copy": (lambda p: p.data().evict_coldest_shard(), ValueError),
+    "a shard that is missing": (Place.without_a_shard, MissingShardError),
+    "a loader of others": (lambda p: StreamingDataLoader(range(3)), TypeError),
+    "batches of another size": (lambda p: StreamingDataLoader(p.data(batch_size=4), batch_size=8), ValueError),
+    "batches in any order": (lambda p: StreamingDataLoader(p.data(), num_workers=2, in_order=False), ValueError),
+    "no rank": (lambda p: current_world({"WORLD_SIZE": "2"}), StreamingError),
+    "a node of unknown size": (
+        lambda p: current_world({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}),
+        StreamingError,
+    ),
+    "a rank outside": (lambda p: World(rank=2, num_ranks=2), StreamingError),
+    "nodes of unequal size": (lambda p: World(num_ranks=3, ranks_per_node=2), StreamingError),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_is_refused(case: str, place: Place, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """The error says what is wrong, with both values, and what to do; no shard is lost."""
+    call, kind = REFUSED[case]
+    before = len(shard_paths(place.one))
+    with pytest.raises(kind) as caught:
+        call(place)
+    assert plain(str(caught.value), DIR=tmp_path) == snapshot
+    assert len(shard_paths(place.one)) == before - (case == "a shard that is missing")
