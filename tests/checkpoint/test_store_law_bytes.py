@@ -2,151 +2,132 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_faulttolerant.checkpoint.archive import find_damage
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
-CONTENT = {
+CONTENT: dict[str, Any] = {
     "state_dict": {"weight": torch.linspace(0, 1, 7), "bias": torch.tensor([True, False])},
     "epoch": 3,
     "callbacks": {"Mine": {"losses": [0.5, None], "name": "x"}},
 }
+CHANGED = {**CONTENT, "epoch": 4, "state_dict": {**CONTENT["state_dict"], "weight": torch.linspace(1, 2, 7)}}
+Changes = Iterator[bytes]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def autosave(content: dict[str, Any], directory: Path) -> bytes:
     """Return the bytes of an autosave."""
-    series = AutosaveSeries(tmp_path_factory.mktemp("series"))
-    path = series.save(CONTENT, epoch=0, batch=1, global_step=1)
-    data = Path(path).read_bytes()
-    assert find_damage(io.BytesIO(data)) is None
-    return data
+    return Path(AutosaveSeries(directory).save(content, epoch=0, batch=1, global_step=1)).read_bytes()
 
 
-def _is_as_saved(data: bytes) -> bool:
-    loaded = torch.load(io.BytesIO(data), weights_only=True)
-    state, expected = loaded.pop("state_dict"), CONTENT["state_dict"]
-    return (
-        loaded == {name: value for name, value in CONTENT.items() if name != "state_dict"}
-        and state.keys() == expected.keys()
-        and all(
-            torch.equal(state[name], expected[name]) and state[name].dtype == expected[name].dtype for name in state
-        )
-    )
+def flipped(data: bytes, other: bytes) -> Changes:
+    """Flip each single bit."""
+    for position in range(len(data)):
+        for bit in range(8):
+            yield data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
 
 
-def _missed(damaged: Iterable[tuple[object, bytes]]) -> list[object]:
-    """Return the changes that were neither detected nor harmless."""
-    return [what for what, data in damaged if find_damage(io.BytesIO(data)) is None and not _is_as_saved(data)]
+def lost_or_doubled(data: bytes, other: bytes) -> Changes:
+    """Drop or double each byte: all bytes after it move."""
+    for position in range(len(data)):
+        yield data[:position] + data[position + 1 :]
+        yield data[: position + 1] + data[position:]
 
 
-def _flipped(data: bytes, masks: Iterable[int]) -> Iterator[tuple[object, bytes]]:
-    for mask in masks:
-        for position in range(len(data)):
-            damaged = bytearray(data)
-            damaged[position] ^= mask
-            yield (position, mask), bytes(damaged)
+def cut(data: bytes, other: bytes) -> Changes:
+    """End the file anywhere; its length may have been restored with zeros or ones."""
+    for size in range(len(data)):
+        yield data[:size]
+        for fill in (b"\0", b"\xff"):
+            yield data[:size] + fill * (len(data) - size)
 
 
-def test_each_single_bit(sound):
-    """Each single flipped bit must be detected or change nothing."""
-    assert _missed(_flipped(sound, [1 << bit for bit in range(8)])) == []
-
-
-def test_each_byte_lost_or_doubled(sound):
-    """Each single byte that is dropped or doubled must be detected: all bytes after it move."""
-    for position in range(len(sound)):
-        assert find_damage(io.BytesIO(sound[:position] + sound[position + 1 :])) is not None
-        assert find_damage(io.BytesIO(sound[:position] + sound[position : position + 1] + sound[position:])) is not None
-
-
-def test_each_truncation_however_it_is_filled_up(sound):
-    """A file cut anywhere must be detected, even if the disk restored its length with zeros or ones."""
-    num_bytes = len(sound)
-    for size in range(num_bytes):
-        assert find_damage(io.BytesIO(sound[:size])) is not None
-    for fill in (b"\0", b"\xff"):
-        assert _missed((size, sound[:size] + fill * (num_bytes - size)) for size in range(num_bytes)) == []
-
-
-def test_each_hole(sound):
-    """A block that was never written reads as zeros: it must be detected, for any usual size and place."""
+def holes(data: bytes, other: bytes) -> Changes:
+    """Leave out blocks, which read as zeros, of any usual size and place."""
     for size in (16, 64, 512, 4096):
-        holes = (
-            (at, sound[:at] + bytes(min(size, len(sound) - at)) + sound[at + size :])
-            for at in range(0, len(sound), min(size, 64))
-        )
-        assert _missed(holes) == []
+        for at in range(0, len(data), min(size, 64)):
+            yield data[:at] + bytes(min(size, len(data) - at)) + data[at + size :]
 
 
-def test_blocks_that_changed_places(sound):
-    """Two blocks in each other's place must be detected."""
-    blocks = [sound[at : at + 64] for at in range(0, len(sound), 64)]
-    for first in range(len(blocks)):
-        for second in range(first + 1, len(blocks)):
-            swapped = list(blocks)
-            swapped[first], swapped[second] = blocks[second], blocks[first]
-            data = b"".join(swapped)
-            assert data == sound or _missed([((first, second), data)]) == []
+def swapped(data: bytes, other: bytes) -> Changes:
+    """Put each two blocks in each other's place."""
+    blocks = [data[at : at + 64] for at in range(0, len(data), 64)]
+    for second in range(len(blocks)):
+        for first in range(second):
+            changed = list(blocks)
+            changed[first], changed[second] = blocks[second], blocks[first]
+            yield b"".join(changed)
 
 
-@pytest.mark.parametrize("tail", [b"\0", b"x" * 22, bytes(4096), b"PK\x05\x06" + bytes(18), b"itself"])
-def test_appended_and_prepended_bytes(sound, tail):
-    """Bytes after the file or before it, including the whole file again, must be detected."""
-    tail = sound if tail == b"itself" else tail
-    assert find_damage(io.BytesIO(sound + tail)) is not None
-    assert find_damage(io.BytesIO(tail + sound)) is not None
+def longer(data: bytes, other: bytes) -> Changes:
+    """Put bytes before the file or after it, including the whole file again."""
+    for tail in (b"\0", b"x" * 22, bytes(4096), b"PK\x05\x06" + bytes(18), data):
+        yield data + tail
+        yield tail + data
 
 
-def test_the_end_of_another_autosave(sound, tmp_path):
-    """A file that begins as one save and ends as another, as a torn overwrite would, must be detected at each cut."""
-    changed = {**CONTENT, "epoch": 4, "state_dict": {**CONTENT["state_dict"], "weight": torch.linspace(1, 2, 7)}}
-    other = Path(AutosaveSeries(tmp_path).save(changed, epoch=0, batch=1, global_step=1)).read_bytes()
-    assert len(other) == len(sound)
-    cuts = range(1, len(sound))
-    torn = (
-        (cut, other[:cut] + sound[cut:]) for cut in cuts if other[:cut] != sound[:cut] and other[cut:] != sound[cut:]
-    )
-    missed = _missed(torn)
-    assert missed == []
+def torn(data: bytes, other: bytes) -> Changes:
+    """Begin as one save and end as another, as a torn overwrite would, at each place."""
+    assert len(other) == len(data)
+    for at in range(1, len(data)):
+        if other[at:] != data[at:]:  # otherwise it is the other one
+            yield other[:at] + data[at:]
 
 
-def test_bursts_of_random_bytes(sound):
-    """Random bytes over any stretch must be detected or change nothing."""
+def bursts(data: bytes, other: bytes) -> Changes:
+    """Put random bytes over stretches."""
     draw = random.Random(1)
-
-    def damaged() -> Iterator[tuple[object, bytes]]:
-        for _ in range(2000):
-            at, size = draw.randrange(len(sound)), draw.randrange(1, 40)
-            data = bytearray(sound)
-            data[at : at + size] = draw.randbytes(len(data[at : at + size]))
-            yield (at, size), bytes(data)
-
-    assert _missed(damaged()) == []
+    for _ in range(2000):
+        at, size = draw.randrange(len(data)), draw.randrange(1, 40)
+        size = min(size, len(data) - at)
+        yield data[:at] + draw.randbytes(size) + data[at + size :]
 
 
-def test_loading_refuses_what_is_detected(sound, tmp_path):
-    """The loader must check the same bytes as the verification: damaged files are refused, the sound one loads."""
-    path = tmp_path / "a.ckpt"
-    path.write_bytes(sound)
-    assert load_file(path)["epoch"] == 3
-    num_refused = 0
-    for _, data in itertools.islice(_flipped(sound, [0x10]), 0, None, 4):
+def is_as_saved(loaded: dict[str, Any]) -> bool:
+    """Return whether the content is that which was saved."""
+    state, expected = loaded.pop("state_dict"), CONTENT["state_dict"]
+    same = state.keys() == expected.keys() and all(
+        torch.equal(state[name], expected[name]) and state[name].dtype == expected[name].dtype for name in state
+    )
+    return same and loaded == {name: value for name, value in CONTENT.items() if name != "state_dict"}
+
+
+EVERY = {flipped: 41, lost_or_doubled: 13, cut: 17, holes: 1, swapped: 3, longer: 1, torn: 7, bursts: 10}
+
+
+@pytest.mark.parametrize("read", [verify_file, load_file], ids=["verified", "loaded"])
+@pytest.mark.parametrize(
+    ("damage", "every"),
+    [
+        *EVERY.items(),
+        *(pytest.param(damage, 1, marks=pytest.mark.slow) for damage, every in EVERY.items() if every > 1),
+    ],
+)
+def test_each_change_is_detected_or_harmless(
+    tmp_path: Path, read: Callable[[Path], Any], damage: Callable[[bytes, bytes], Changes], every: int
+) -> None:
+    """Verifying and loading refuse the same changes: all but those after which the content is as it was saved."""
+    path, sound = tmp_path / "a.ckpt", autosave(CONTENT, tmp_path / "series")
+    other = autosave(CHANGED, tmp_path / "other")
+    num_refused = num_changes = 0
+    for number, data in enumerate(damage(sound, other)):
+        if number % every or data == sound:
+            continue
         path.write_bytes(data)
+        num_changes += 1
         try:
-            load_file(path)
+            loaded = read(path)
         except DamagedCheckpointError:
             num_refused += 1
-        else:
-            assert _is_as_saved(path.read_bytes())
-    assert num_refused > len(sound) / 8
+            continue
+        assert damage not in (lost_or_doubled, longer), "all bytes have moved"
+        assert is_as_saved(torch.load(path, weights_only=True) if read is verify_file else loaded)
+    assert num_refused > num_changes / 2

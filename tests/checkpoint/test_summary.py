@@ -1,42 +1,28 @@
+"""A checkpoint's content is described without running any of it, and without reading its tensors."""
+
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import os
-import time
+import pathlib
+import pickle
+import struct
+import sys
+import tracemalloc
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 from torch import nn
 
-from lightning_faulttolerant.checkpoint.pickled import TensorInfo
 from lightning_faulttolerant.checkpoint.schema import Summary, read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
-
-
-class CountedFile(io.FileIO):
-    """A file that counts how much of it is read, by whatever means."""
-
-    num_read = 0
-
-    def readinto(self, buffer: Any) -> int | None:
-        num_bytes = super().readinto(buffer)
-        self.num_read += num_bytes or 0
-        return num_bytes
-
-    def readall(self) -> bytes:
-        data = super().readall()
-        self.num_read += len(data)
-        return data
-
-    def read(self, size: int | None = -1) -> bytes | None:
-        data = super().read(size)
-        self.num_read += len(data or b"")
-        return data
 
 
 def summary_of(content: Any, **options: Any) -> Summary:
@@ -46,6 +32,211 @@ def summary_of(content: Any, **options: Any) -> Summary:
     return read_summary(buffer, name="the file")
 
 
+def archive_of(records: dict[str, bytes], **options: Any) -> io.BytesIO:
+    """Return a zip file."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **options) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return buffer
+
+
+def describe(data: bytes) -> Any:
+    """Return the description of a checkpoint that has these bytes for a pickle."""
+    return read_summary(archive_of({"archive/data.pkl": data}), name="the file").content
+
+
+plain_values = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(2**63), 2**63 - 1)
+    | strategies.floats(allow_nan=False)
+    | strategies.text()
+    | strategies.binary(),
+    lambda inner: (
+        strategies.lists(inner) | strategies.tuples(inner, inner) | strategies.dictionaries(strategies.text(), inner)
+    ),
+)
+
+
+@hypothesis.settings(database=None, max_examples=60)
+@hypothesis.given(value=plain_values, protocol=strategies.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_plain_values_come_out_as_they_are(value: Any, protocol: int) -> None:
+    """Numbers, texts, bytes, lists, tuples and dicts are described by themselves, in each protocol."""
+    assert describe(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_collections_come_out_as_their_items(protocol: int) -> None:
+    """Sets are lists of their items, ordered and default dicts are dicts; objects and classes have their names."""
+    ordered = collections.OrderedDict(b=1, a=2)
+    ordered._metadata = {"version": 1}  # type: ignore[attr-defined]
+    value = {"set": {1}, "frozen": frozenset([2]), "ordered": ordered, "default": collections.defaultdict(list, a=[3])}
+    expected = {"set": [1], "frozen": [2], "ordered": {"b": 1, "a": 2}, "default": {"a": [3]}}
+    assert describe(pickle.dumps(value, protocol)) == expected
+    path, kind = describe(pickle.dumps([pathlib.PurePosixPath("/data"), collections.Counter], protocol))
+    assert kind.name == "collections.Counter"
+    assert protocol < 2 or path.name.rpartition(".")[2] == "PurePosixPath"
+    ring: list[Any] = []
+    ring.append(ring)
+    found = describe(pickle.dumps(ring, protocol))
+    assert found[0] is found
+
+
+ran: list[str] = []
+
+
+def strike(*_: Any) -> str:
+    """Stand for a function that a hostile pickle would call."""
+    ran.append("called")
+    return "struck"
+
+
+class Struck:
+    """A class that notices every operation on it."""
+
+    attribute = "untouched"
+
+    def __new__(cls, *_: Any) -> Struck:
+        ran.append("made")
+        return super().__new__(cls)
+
+    def __setstate__(self, _: Any) -> None:
+        ran.append("built")
+
+    def append(self, _: Any) -> None:
+        ran.append("appended")
+
+    def __setitem__(self, *_: Any) -> None:
+        ran.append("set")
+
+
+def name(what: Any) -> bytes:
+    """Return the opcode that pushes a class or function of this module."""
+    return f"c{what.__module__}\n{what.__qualname__}\n".encode()
+
+
+REDUCE = name(strike) + b"(S'x'\ntR."
+REAL_ATTACKS = {
+    "REDUCE": REDUCE,
+    "INST": f"(S'x'\ni{__name__}\nStruck\n.".encode(),
+    "OBJ": b"(" + name(Struck) + b"o.",
+    "NEWOBJ": name(Struck) + b")\x81.",
+    "BUILD of an object": name(Struck) + b")\x81}b.",
+    "APPEND": name(Struck) + b")\x81Na.",
+    "SETITEM": name(Struck) + b")\x81NNs.",
+}
+ATTACKS = REAL_ATTACKS | {
+    "REDUCE of os.system": b"cos\nsystem\n(S'touch struck'\ntR.",
+    "REDUCE of eval": b"c__builtin__\neval\n(S'ran.append(1)'\ntR.",
+    "a class called": name(Struck) + b")R.",
+    "NEWOBJ_EX": name(Struck) + b")}\x92.",
+    "BUILD of a class": name(Struck) + b"(N}S'attribute'\nS'changed'\nstb.",
+    "STACK_GLOBAL": b"\x8c" + bytes([len(__name__)]) + __name__.encode() + b"\x8c\x06strike)\x93)R.",
+    "APPENDS": name(Struck) + b")\x81(Ne.",
+    "SETITEMS": name(Struck) + b")\x81(NNu.",
+    "an attribute of a module": b"cos\nenviron\n(S'PATH'\nS''\nu.",
+    "a persistent id": b"(" + name(strike) + b"tQ.",
+    "a key's hash": b"}" + name(Struck) + b")\x81Ns.",
+    "inside of a tensor": b"ctorch._utils\n_rebuild_tensor_v2\n(" + REDUCE[:-1] + b"tR.",
+    "a type's rebuild function": b"ctorch._tensor\n_rebuild_from_type_v2\n(" + name(strike) + b"N)NtR.",
+    "an extension": b"\x82\x01)R.",
+}
+
+
+def test_nothing_of_a_hostile_pickle_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever a pickle would import, call, create, build or change, none of it happens, and no other error comes."""
+    monkeypatch.chdir(tmp_path)
+    for attack in REAL_ATTACKS.values():
+        ran.clear()
+        pickle.loads(attack)
+        assert ran, "the test can't fail"
+    ran.clear()
+    path = os.environ["PATH"]
+    for attack in ATTACKS.values():
+        with contextlib.suppress(CheckpointError):
+            describe(attack)
+    assert ran == []
+    assert Struck.attribute == "untouched"
+    assert os.environ["PATH"] == path
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of a module that is not loaded is named without loading the module."""
+    data = archive_of({"archive/data.pkl": b"cantigravity\nfly\n)R."})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "antigravity", None)
+        found = read_summary(data, name="the file").content
+    assert found.name == "antigravity.fly"
+
+
+DEPTH = 100_000
+REBUILD = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+HUGE = {
+    "lists": b"]" * DEPTH + b"a" * (DEPTH - 1) + b".",
+    "dicts": b"}" + b"N}" * DEPTH + b"s" * DEPTH + b".",
+    "tuples": b")" + b"\x85" * DEPTH + b".",
+    "a deep tuple as a key": b"})" + b"\x85" * DEPTH + b"Ns.",
+    "a deep frozen set as a key": b"}(" + b")" + b"\x85" * DEPTH + b"\x91Ns.",
+    "objects": name(strike) * DEPTH + b"N" + b"\x85R" * DEPTH + b".",
+    "marks": b"(" * DEPTH + b"N.",
+    "a chain of rebuild functions": REBUILD + (b"(" + REBUILD + b"N") * DEPTH + b")" + b"Nt" * DEPTH + b"R.",
+}
+LARGE_CLAIMS = {
+    "text": b"X" + struct.pack("<I", 2**32 - 1),
+    "text of 8 bytes' length": b"\x8d" + struct.pack("<Q", 2**63),
+    "bytes": b"B" + struct.pack("<I", 2**32 - 1),
+    "bytearray": b"\x96" + struct.pack("<Q", 2**62),
+    "integer": b"\x8b" + struct.pack("<i", 2**31 - 1),
+    "negative length": b"T" + struct.pack("<i", -5),
+    "memo": b"Nr" + struct.pack("<I", 2**31),
+    "frame": b"\x95" + struct.pack("<Q", 2**60),
+    "line": b"V" + b"a" * 100_000,
+    "digits": b"I" + b"9" * 60_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("data", HUGE.values(), ids=HUGE)
+def test_deep_nesting_neither_crashes_nor_hangs(data: bytes) -> None:
+    """Structures 100,000 deep are described or refused, and the interpreter's stack does not overflow."""
+    with contextlib.suppress(CheckpointError):
+        describe(data)
+
+
+@pytest.mark.parametrize("data", LARGE_CLAIMS.values(), ids=LARGE_CLAIMS)
+def test_a_small_file_can_not_take_much_memory(data: bytes) -> None:
+    """Lengths that a file claims but does not have are refused, and take no memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedCheckpointError):
+            describe(data)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@hypothesis.settings(database=None, max_examples=60)
+@hypothesis.given(data=strategies.binary(max_size=300), value=plain_values, cut=strategies.integers(0, 300))
+def test_garbage_is_refused_by_one_kind_of_error(data: bytes, value: Any, cut: int) -> None:
+    """Any bytes, and any pickle with garbage in it, are described or refused, and raise no other error."""
+    whole = pickle.dumps(value)
+    for garbage in (data, whole[:cut] + data, whole[:cut]):
+        with contextlib.suppress(CheckpointError):
+            describe(garbage)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("make", [lambda: "x" * 10_000_000, lambda: b"x" * 10_000_000, lambda: 1 << 80_000_000])
+def test_long_data_is_passed_over(make: Any, protocol: int) -> None:
+    """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
+    summary = summary_of([make(), "after"], pickle_protocol=protocol)
+    long, after = summary.content
+    assert after == "after"
+    assert 9_900_000 < summary.size_of(long).num_bytes < 10_100_000
+    assert summary.num_bytes_read < 200_000
+
+
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
@@ -53,113 +244,74 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_kind_of_tensor_is_described(dtype: torch.dtype, protocol: int) -> None:
-    """A tensor of any dtype is described with torch's dtype, shape and bytes, whatever protocol it was saved with."""
-    tensor = torch.zeros(3, 5, dtype=dtype)
-    summary = summary_of({"tensor": tensor}, pickle_protocol=protocol)
-    info = summary.content["tensor"]
-    assert isinstance(info, TensorInfo)
-    assert (f"torch.{info.dtype}", info.shape) == (str(dtype), (3, 5))
-    assert summary.size_of(info).num_bytes == tensor.numel() * tensor.element_size()
-
-
-def test_parameters_and_subclasses_are_tensors() -> None:
-    """Parameters, tensors with attributes, scalars, empty tensors and buffers are described as tensors too."""
+def test_each_kind_of_tensor_is_described(protocol: int) -> None:
+    """Tensors of any dtype and class are described with torch's dtype, shape and bytes."""
     marked = torch.zeros(2)
     marked.mark = "x"  # type: ignore[attr-defined]
-    content = {"p": nn.Parameter(torch.zeros(2)), "m": marked, "scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}
-    summary = summary_of(content)
-    assert {name: info.shape for name, info in summary.content.items()} == {
-        "p": (2,), "m": (2,), "scalar": (), "empty": (0, 3),
-    }  # fmt: skip
+    tensors = {str(dtype): torch.zeros(3, 5, dtype=dtype) for dtype in DTYPES}
+    tensors |= {"p": nn.Parameter(torch.zeros(2)), "m": marked, "scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}
+    summary = summary_of(tensors, pickle_protocol=protocol)
+    for key, tensor in tensors.items():
+        info = summary.content[key]
+        assert (f"torch.{info.dtype}", info.shape) == (str(tensor.dtype), tuple(tensor.shape))
+        assert summary.size_of(info).num_bytes == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_tensor"), [(b"(K\x03K\x04t", True), (b"N", False), (b"(K\xffJ\xff\xff\xff\xfft", False)]
+)
+def test_a_tensor_of_an_impossible_shape_is_an_object(shape: bytes, is_tensor: bool) -> None:
+    """A pickle may claim any shape: it is described as a tensor only if it could be one."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
+    found = describe(b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR.")
+    assert (getattr(found, "shape", None) == (3, 4)) == is_tensor
 
 
 def test_a_storage_that_tensors_share_counts_once() -> None:
-    """Tied weights take the file's space once; a view of a large tensor takes everything that was saved with it."""
+    """Tied weights take the file's space once; a view takes everything that was saved with it; Adam two values more."""
     large = torch.zeros(1000)
-    summary = summary_of({"a": large, "b": large, "view": torch.zeros(500)[:1]})
-    both = summary.size_of(summary.content["a"], summary.content["b"])
-    assert (both.num_bytes, both.num_tensors, both.num_values) == (4000, 2, 2000)
-    assert summary.size_of(summary.content["view"]).num_bytes == 2000
-
-
-def test_a_whole_module_and_optimizer_can_be_looked_into() -> None:
-    """The content of real state dicts is described: as many values as there are parameters, and twice more for Adam."""
     module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    summary = summary_of({"model": module.state_dict(), "optimizer": optimizer.state_dict()})
+    states = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+    summary = summary_of({"a": large, "b": large, "view": torch.zeros(500)[:1], **states})
+    both = summary.size_of(summary.content["a"], summary.content["b"])
+    assert (both.num_bytes, both.num_tensors, both.num_values) == (4000, 2, 2000)
+    assert summary.size_of(summary.content["view"]).num_bytes == 2000
     num_values = sum(p.numel() for p in module.parameters())
     assert summary.size_of(summary.content["model"]).num_values == num_values + 16 + 16 + 1
     assert summary.size_of(summary.content["optimizer"]["state"]).num_values == 2 * num_values + 4
 
 
 def test_of_a_large_file_next_to_nothing_is_read(tmp_path: Path) -> None:
-    """Of a file of 200 MB, less than 1 MB is read, in little time; the file's own count agrees, but for read-ahead."""
+    """Of a file of 40 MB, less than 1 MB is read."""
     path = tmp_path / "large.ckpt"
-    torch.save({"state_dict": {f"layer.{i}": torch.zeros(500_000) for i in range(100)}, "step": 3}, path)
-    raw = CountedFile(str(path))
-    began = time.monotonic()
-    with io.BufferedReader(raw) as file:
+    torch.save({"state_dict": {f"layer.{i}": torch.zeros(100_000) for i in range(100)}, "step": 3}, path)
+    with path.open("rb") as file:
         summary = read_summary(file, name="large")
-        seconds = time.monotonic() - began
-        assert raw.num_read < 1_000_000
     assert summary.content["step"] == 3
-    assert summary.size_of(summary.content).num_bytes > 200_000_000
+    assert summary.size_of(summary.content).num_bytes > 40_000_000
     assert summary.num_bytes == os.path.getsize(path)
-    assert 0 < summary.num_bytes_read <= raw.num_read
-    assert seconds < 5
+    assert 0 < summary.num_bytes_read < 1_000_000
 
 
-def rewritten(change: Callable[[zipfile.ZipFile, zipfile.ZipFile], None]) -> io.BytesIO:
-    """Return a checkpoint whose zip file was rewritten by `change`."""
-    buffer, changed = io.BytesIO(), io.BytesIO()
-    torch.save({"step": 3}, buffer)
-    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(changed, "w") as new:
-        change(old, new)
-    return changed
-
-
-def _compressed(old: zipfile.ZipFile, new: zipfile.ZipFile) -> None:
-    new.writestr("archive/data.pkl", old.read("archive/data.pkl"), compress_type=zipfile.ZIP_DEFLATED)
-
-
-def _without_pickle(old: zipfile.ZipFile, new: zipfile.ZipFile) -> None:
-    new.writestr("archive/version", b"3")
-
-
-def _two_archives(old: zipfile.ZipFile, new: zipfile.ZipFile) -> None:
-    new.writestr("a/data.pkl", old.read("archive/data.pkl"))
-    new.writestr("b/data.pkl", old.read("archive/data.pkl"))
-
-
-def _no_pickle_in_it(old: zipfile.ZipFile, new: zipfile.ZipFile) -> None:
-    new.writestr("archive/data.pkl", b"no pickle")
-
-
-NO_CHECKPOINTS: dict[str, Callable[[], io.BytesIO]] = {
-    "empty": io.BytesIO,
-    "text": lambda: io.BytesIO(b"hello" * 1000),
-    "compressed": lambda: rewritten(_compressed),
-    "zip without a pickle": lambda: rewritten(_without_pickle),
-    "two archives": lambda: rewritten(_two_archives),
-    "garbage for a pickle": lambda: rewritten(_no_pickle_in_it),
+WHOLE = pickle.dumps({"step": 3})
+NO_CHECKPOINTS = {
+    "empty": io.BytesIO(),
+    "text": io.BytesIO(b"hello" * 1000),
+    "compressed": archive_of({"archive/data.pkl": WHOLE}, compression=zipfile.ZIP_DEFLATED),
+    "zip without a pickle": archive_of({"archive/version": b"3"}),
+    "two archives": archive_of({"a/data.pkl": WHOLE, "b/data.pkl": WHOLE}),
+    "garbage for a pickle": archive_of({"archive/data.pkl": b"no pickle"}),
 }
 
 
-@pytest.mark.parametrize("make", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
-def test_what_is_no_checkpoint_is_refused(make: Callable[[], io.BytesIO]) -> None:
+@pytest.mark.parametrize("file", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
+def test_what_is_no_checkpoint_is_refused(file: io.BytesIO) -> None:
     """A file that is not a checkpoint is refused by an error that names it and the expected content."""
     with pytest.raises(DamagedCheckpointError, match=r"the file is not a checkpoint, or it is damaged: .*torch.save"):
-        read_summary(make(), name="the file")
-
-
-def test_a_compressed_record_is_refused_as_such() -> None:
-    """The reason for refusing a compressed pickle is its compression, not how its bytes look."""
-    with pytest.raises(DamagedCheckpointError, match=r"record archive/data\.pkl is compressed"):
-        read_summary(rewritten(_compressed), name="the file")
+        read_summary(file, name="the file")
 
 
 def test_the_old_format_is_not_called_damaged() -> None:
@@ -169,24 +321,16 @@ def test_the_old_format_is_not_called_damaged() -> None:
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_a_file_cut_anywhere_is_refused() -> None:
-    """No truncated file is taken for a whole one, and none raises another kind of error."""
+def test_a_damaged_file_is_described_or_refused() -> None:
+    """Cut anywhere, it is refused; with any byte changed, nothing else is raised, and nothing is run."""
     buffer = io.BytesIO()
     torch.save({"step": 3, "weights": torch.zeros(10)}, buffer)
     data = buffer.getvalue()
     for length in range(0, len(data), 7):
         with pytest.raises(DamagedCheckpointError):
             read_summary(io.BytesIO(data[:length]), name="the file")
-
-
-def test_any_changed_byte_is_described_or_refused() -> None:
-    """With any byte changed, the summary is created or refused; nothing else is raised, and nothing is run."""
-    buffer = io.BytesIO()
-    torch.save({"step": 3, "weights": torch.zeros(2)}, buffer)
-    data = buffer.getvalue()
-    for place in range(len(data)):
-        changed = bytearray(data)
-        changed[place] ^= 0xFF
+    for place in range(0, len(data), 3):
+        changed = data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
         with contextlib.suppress(CheckpointError):
-            summary = read_summary(io.BytesIO(bytes(changed)), name="the file")
+            summary = read_summary(io.BytesIO(changed), name="the file")
             summary.size_of(summary.content)
