@@ -20,12 +20,12 @@ import torch
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
-from lightning_faulttolerant.checkpoint.manifest import FileEntry
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from lightning_faulttolerant.checkpoint.saving import BackgroundWriter, atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, load_path
 from lightning_faulttolerant.storage.local import make_directory
-from lightning_faulttolerant.storage.store import open_file, open_store
+from lightning_faulttolerant.storage.store import is_url, open_store
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
@@ -148,57 +148,58 @@ def _load_directory(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _save_shards(directory: Path, number: int) -> None:
-    series = AutosaveSeries(directory, keep_last=2)
-    begun = series.begin_directory(epoch=0, batch=number)
-    try:
-        with open(Path(begun, "__0_0.distcp"), "wb") as file:
-            atomic_torch_save(content(number), file)
-        with open(Path(begun, METADATA_NAME), "wb") as file:
-            atomic_torch_save({"number": number}, file)
-        series.commit_directory(begun, sum_files(begun, list_files(begun)))
-    except OSError:
-        with suppress(OSError):
-            series.drop_directory(begun)
-        raise
-
-
-def _load_shards(path: str | Path) -> dict[str, Any]:
-    checkpoint = load_file(Path(path) / "__0_0.distcp")
-    assert load_path(path) == {"number": checkpoint["number"]}
-    return checkpoint
-
-
 SHARD = "__0_0.distcp"
 
 
 def begin_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
-    """Write the shards of an autosave below a URL; return the URL."""
-    url = series.begin_directory(epoch=0, batch=number, keep=keep)
+    """Write the shards of an autosave, on a disk or in a store; return where they are."""
+    begun = series.begin_directory(epoch=0, batch=number, keep=keep)
+    _write_objects(begun, number)
+    return begun
+
+
+def _write_objects(begun: str, number: int) -> None:
     for name, saved in ((SHARD, content(number)), (METADATA_NAME, {"number": number})):
-        with open_store(url).writer(name) as file:
-            torch.save(saved, file)
-    return url
+        with open_store(begun).writer(name) if is_url(begun) else open(Path(begun, name), "wb") as file:
+            atomic_torch_save(saved, file)
+
+
+def commit_objects(series: AutosaveSeries, begun: str) -> str:
+    """Commit the shards of an autosave; return its path."""
+    if not is_url(begun):
+        return series.commit_directory(begun, sum_files(begun, list_files(begun)))
+    sums = {}
+    for name in open_store(begun).names():
+        if name != MANIFEST_NAME:
+            data = open_store(begun).read(name)
+            sums[name] = FileEntry(size_bytes=len(data), crc32=zlib.crc32(data))
+    return series.commit_directory(begun, sums)
 
 
 def save_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
-    """Save shards below a URL, and commit them; return the URL."""
-    url = begin_objects(series, number, keep=keep)
-    sums = {}
-    for name in (SHARD, METADATA_NAME):
-        with open_file(open_store(url).path(name)) as file:
-            data = file.read()
-        sums[name] = FileEntry(size_bytes=len(data), crc32=zlib.crc32(data))
-    return series.commit_directory(url, sums)
+    """Save shards, and commit them; return the path of the autosave."""
+    return commit_objects(series, begin_objects(series, number, keep=keep))
 
 
-def load_objects(url: str) -> int:
-    """Return the number of an autosave of shards below a URL, verified."""
-    number: int = load_path(url)["number"]
-    shard = load_file(open_store(url).path(SHARD))
+def load_objects(path: str) -> int:
+    """Return the number of an autosave of shards, verified."""
+    number: int = load_path(path)["number"]
+    shard = load_file(open_store(path).path(SHARD))
     assert shard["number"] == number
     assert torch.equal(shard["weights"], content(number)["weights"])
     return number
+
+
+def _save_shards(directory: Path, number: int) -> None:
+    series = AutosaveSeries(directory, keep_last=2)
+    begun = series.begin_directory(epoch=0, batch=number)
+    try:
+        _write_objects(begun, number)
+        commit_objects(series, begun)
+    except OSError:
+        with suppress(OSError):
+            series.drop_directory(begun)
+        raise
 
 
 # Code that begins a directory and fails to fill it has to call abort, or leave it to the next save.
@@ -214,7 +215,7 @@ SHARDS = Writer(
     name="shards",
     save=_save_shards,
     newest=lambda directory: AutosaveSeries(directory).newest(),
-    load=_load_shards,
+    load=lambda path: {"number": load_objects(str(path)), **content(load_objects(str(path)))},
     cleans_up=False,
     seconds=0.1,
 )
