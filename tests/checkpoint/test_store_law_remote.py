@@ -1,96 +1,184 @@
-"""The store law where a save is an upload and a move: whichever step fails, the last committed autosave loads."""
+"""The store law where a save is requests to a store: whichever fails or comes after a kill, the last autosave loads."""
 
 from __future__ import annotations
 
 import errno
-import itertools
+import multiprocessing
 import os
+import signal
+import uuid
 
+import aiohttp
 import fsspec
 import pytest
 import torch
 
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file
-from tests.checkpoint.writers import content
+from tests.checkpoint.writers import SHARD, content, load_objects, save_objects
+from tests.emulators import WARNING
 from tests.file_faults import FaultyURLs, fail_with, lose, write_short
+from tests.s3 import client
 
-_numbers = itertools.count()
+FORK = multiprocessing.get_context("fork")
+_READS = frozenset({"GET", "HEAD"})
+
+
+def save_file(series, number):
+    """Save a file."""
+    return series.save(content(number), epoch=0, batch=number, global_step=number)
+
+
+def save_large(series, number):
+    """Save a file of three parts."""
+    return series.save({**content(number), "more": torch.zeros(3_000_000)}, epoch=0, batch=number, global_step=number)
+
+
+def newest(url):
+    """Return the number of the autosave that a restart would use, whole."""
+    path, checkpoint = AutosaveSeries(url).load_newest()
+    if AutosaveSeries(path).store.tree():
+        return load_objects(path)
+    assert torch.equal(checkpoint["weights"], content(checkpoint["number"])["weights"])
+    return checkpoint["number"]
 
 
 @pytest.fixture
-def url() -> str:
-    """Return a URL of an unused directory."""
-    return f"faulty://law/{next(_numbers)}"
+def url():
+    """Return the URL of an unused directory in a store that fails."""
+    return f"faulty://law/{uuid.uuid4().hex}"
 
 
-def _save(url: str, number: int) -> None:
-    AutosaveSeries(url, keep_last=2).save(content(number), epoch=0, batch=number, global_step=number)
+ALL = [(save, number, 1) for save in (save_file, save_objects) for number in (errno.EIO, errno.EACCES, errno.ENOSPC)]
 
 
-def _number(url: str) -> int:
-    found = AutosaveSeries(url).load_newest()
-    assert found is not None
-    assert torch.equal(found[1]["weights"], content(found[1]["number"])["weights"])
-    return found[1]["number"]
-
-
-def _names(url: str) -> list[str]:
-    fs = fsspec.filesystem("faulty")
-    return [path.rpartition("/")[2] for path in fs.find(url.removeprefix("faulty:/"))]
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
-def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, number):
-    """Each error must be raised; the old save must load, or the new one if it was moved already."""
+@pytest.mark.parametrize(
+    ("save", "number", "every"),
+    [ALL[0], (save_objects, errno.EIO, 11), *(pytest.param(*row, marks=pytest.mark.slow) for row in ALL[1:])],
+)
+def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, save, number, every):
+    """Each error is raised; the old save loads, or the new one if it was published already; the next one succeeds."""
     for saved in (1, 2, 3):
-        _save(url, saved)
+        save(AutosaveSeries(url), saved)
     before = 3
-    for at in range(1, 100):
+    for at in range(1, 300, every):
         raised = None
         with FaultyURLs(fail_with(number), at=at) as files:
             try:
-                _save(url, before + 1)
-            except OSError as error:
+                save(AutosaveSeries(url), before + 1)
+            except (OSError, RuntimeError) as error:  # torch raises the second if its file fails
                 raised = error
         if raised is None:
-            assert len(files.steps) < at, f"the error at {files.steps[at - 1]} was swallowed"
-            assert {"open", "write", "close", "rename", "unlink"} <= {step.kind for step in files.steps}
-            return
-        # EIO on a network does not mean what it means on a disk, so it gets another number.
-        assert raised.errno == number or number == errno.EIO
-        assert os.strerror(number) in str(raised)
-        is_published = any(step.kind == "rename" for step in files.steps[: at - 1])
-        assert _number(url) in ((before, before + 1) if is_published else (before,))
-        _save(url, before + 2)
-        assert _number(url) == before + 2
-        before += 2
-    raise AssertionError("the save does not end")
+            assert len(files.steps) < at or save is save_objects, f"the error at {files.steps[at - 1]} was swallowed"
+            if len(files.steps) < at:
+                break
+        elif save is save_file:
+            # EIO on a network does not mean what it means on a disk, so it gets another number.
+            assert raised.errno == number or number == errno.EIO
+            assert os.strerror(number) in str(raised)
+            is_published = any(step.kind == "rename" for step in files.steps[: at - 1])
+            assert newest(url) in ((before, before + 1) if is_published else (before,))
+        assert newest(url) in (before, before + 1)
+        before = newest(url) + 1
+        save(AutosaveSeries(url), before)
+        assert newest(url) == before
+    assert 10 < at < 299
+    assert {"open", "write", "close", "rename" if save is save_file else "unlink"} <= {s.kind for s in files.steps}
 
 
-@pytest.mark.parametrize("kind", ["open", "write", "close", "rename"])
-def test_nothing_is_left_of_an_upload_that_fails(url, kind):
-    """A failed upload must leave no part of itself, under its own name or another."""
+FAULTS = {
+    **{f"error at {kind}": (fail_with(errno.EIO), kind) for kind in ("open", "write", "close", "rename")},
+    "short upload": (write_short, "write"),
+}
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS.values(), ids=FAULTS)
+def test_nothing_is_left_of_an_upload_that_fails(url, fault, kind):
+    """An error, or a store that has fewer bytes than were sent, leaves the old file, and nothing of the new one."""
     atomic_torch_save(content(1), f"{url}/a.ckpt")
-    with FaultyURLs(fail_with(errno.EIO), kind=kind), pytest.raises(OSError, match="Input/output error"):
+    with FaultyURLs(fault, kind=kind), pytest.raises(OSError, match=r".+"):
         atomic_torch_save(content(2), f"{url}/a.ckpt")
-    assert _names(url) == ["a.ckpt"]
-    assert load_file(f"{url}/a.ckpt")["number"] == 1
-
-
-def test_short_upload_is_noticed(url):
-    """If the store has fewer bytes than were sent, this must be an error, and the old file must stay."""
-    atomic_torch_save(content(1), f"{url}/a.ckpt")
-    with FaultyURLs(write_short, kind="write"), pytest.raises(OSError, match="bytes"):
-        atomic_torch_save(content(2), f"{url}/a.ckpt")
-    assert _names(url) == ["a.ckpt"]
+    fs = fsspec.filesystem("faulty")
+    names = [path.rpartition("/")[2] for path in fs.find(url.removeprefix("faulty:/"))]
+    assert names == ["a.ckpt"]
     assert load_file(f"{url}/a.ckpt")["number"] == 1
 
 
 def test_lost_move_is_noticed(url):
-    """A move that is reported as done and is not must be an error."""
-    _save(url, 1)
+    """A move that is reported as done and is not is an error."""
+    save_file(AutosaveSeries(url), 1)
     with FaultyURLs(lose, kind="rename"), pytest.raises(OSError, match=r".+"):
-        _save(url, 2)
-    assert _number(url) == 1
+        save_file(AutosaveSeries(url), 2)
+    assert newest(url) == 1
+
+
+def _save_and_be_killed(url, number, save, at):
+    """Save in this process, which is killed before the request `at` of those that change the store."""
+    num_changes = 0
+    real = aiohttp.ClientSession._request
+
+    async def request(self, method, *args, **arguments):
+        nonlocal num_changes
+        num_changes += method not in _READS
+        if num_changes == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await real(self, method, *args, **arguments)
+
+    aiohttp.ClientSession._request = request
+    save(AutosaveSeries(url), number)
+
+
+SLOW = [pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]
+
+
+@pytest.mark.parametrize(
+    ("store", "save", "every"),
+    [
+        ("s3", save_large, 3),
+        ("s3", save_objects, 4),
+        *(
+            pytest.param(store, save, 1, marks=SLOW)
+            for store in ("s3", "azurite", "fake-gcs-server")
+            for save in (save_objects, save_file)
+        ),
+        pytest.param("s3", save_large, 1, marks=SLOW),
+    ],
+)
+def test_killed_before_a_request_that_changes_the_store(request, s3_endpoint, small_parts, store, save, every):
+    """The old save or the one in flight loads, parts that were sent are dropped, and the next save leaves no rest."""
+    bucket = request.getfixturevalue("s3") if store == "s3" else request.getfixturevalue("emulated")(store)
+    url = f"{bucket}/run"
+    for number in (1, 2):
+        save(AutosaveSeries(url), number)
+    last, committed, num_orphans = 2, [], 0
+    for at in range(1, 100, every):
+        process = FORK.Process(target=_save_and_be_killed, args=(url, last + 1, save, at))
+        process.start()
+        process.join()
+        series = AutosaveSeries(url)
+        if store == "s3":
+            plain, name = client(s3_endpoint), bucket.removeprefix("s3://")
+            num_orphans += len(plain.list_multipart_uploads(Bucket=name).get("Uploads", []))
+            series.store.abort_uploads()
+            assert "Uploads" not in plain.list_multipart_uploads(Bucket=name)
+        found = newest(url)
+        assert found in (last, last + 1)
+        committed.append(found == last + 1)
+        paths = [*series.paths()[-1:], save(series, found + 1)]
+        last = found + 1
+        assert newest(url) == last
+        names = {path.rpartition("/")[2] for path in paths}
+        inner = [f"/{name}" for name in (SHARD, MANIFEST_NAME, METADATA_NAME)] if save is save_objects else [""]
+        assert series.store.tree() == sorted(name + suffix for name in names for suffix in inner)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert process.exitcode == 0
+    assert committed == sorted(committed), "an autosave counted that was not complete, or no longer counted"
+    assert (num_orphans > 0) == (save is save_large)
+    # Shards: the name is reserved, two files and the manifest are sent, and the oldest autosave's three are deleted.
+    assert at - 1 >= (7 if save is save_objects else 2)
+    assert committed.count(False) >= (4 if save is save_objects else 1) / every

@@ -139,7 +139,10 @@ def _save_to_a_directory(directory: Path, number: int) -> None:
 
 
 def _latest_directory(directory: Path) -> str | None:
-    return AtomicDirectory(directory, strategy="mono").latest()
+    saver = AtomicDirectory(directory, strategy="mono")
+    link, latest = directory / saver.symlink_name, saver.latest()
+    assert os.path.lexists(link) == (latest is not None)
+    return latest
 
 
 def _load_directory(path: str | Path) -> dict[str, Any]:
