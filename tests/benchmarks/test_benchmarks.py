@@ -51,7 +51,7 @@ def figures_of(main: Any, arguments: list[str], directory: Path) -> Any:
     return json.loads((directory / "figures.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["metrics", "iterable, 2 workers"])
+@pytest.mark.parametrize("case", ["metrics", pytest.param("iterable, 2 workers", marks=pytest.mark.slow)])
 def test_overhead_gives_a_ratio_within_its_range(case: str, tmp_path: Path) -> None:
     """A case gives a step's time and the ratios to it, of an empty callback too."""
     figures = figures_of(overhead.main, ["--case", case], tmp_path)
@@ -62,6 +62,7 @@ def test_overhead_gives_a_ratio_within_its_range(case: str, tmp_path: Path) -> N
         assert 0 < found[variant]["low"] <= found[variant]["ratio"] <= found[variant]["high"]
 
 
+@pytest.mark.slow
 def test_overhead_of_two_ranks_is_that_of_their_steps_together(tmp_path: Path) -> None:
     """Both ranks fit all variants in one order, and rank 0 tells what its steps took."""
     figures = figures_of(overhead.main, ["--ranks", "2", "--case", "plain"], tmp_path)
@@ -125,6 +126,7 @@ def test_each_case_makes_as_many_batches_as_steps() -> None:
         assert len(list(loader)) == 4
 
 
+@pytest.mark.slow
 def test_parts_are_all_timed(tmp_path: Path) -> None:
     """Each part was called, in the main process and in a worker, and saving took time."""
     figures = figures_of(parts.main, [], tmp_path)
@@ -139,6 +141,7 @@ def test_resumed_fit_begins_where_it_was_cut(tmp_path: Path) -> None:
     assert found["ratio"] == pytest.approx(found["resumed_s"] / found["fresh_s"])
 
 
+@pytest.mark.slow
 def test_incremental_autosaves_are_compared(tmp_path: Path) -> None:
     """Both ways have a size and a time, and the ratios are those of Lightning's to ours."""
     found = figures_of(incremental.main, [], tmp_path)
@@ -180,6 +183,7 @@ def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
     assert found["variants"][save.LIGHTNINGS]["ratio"] == 1
 
 
+@pytest.mark.slow
 def test_samplers_are_measured_as_far_as_they_fit(tmp_path: Path) -> None:
     """Each has a time to its position and for an index, and what it would not have memory for is left out."""
     figures = figures_of(samplers.main, ["--gigabytes", "0.001"], tmp_path)
@@ -191,6 +195,7 @@ def test_samplers_are_measured_as_far_as_they_fit(tmp_path: Path) -> None:
         assert found["index_ns"] > 0
 
 
+@pytest.mark.slow
 def test_growth_is_measured_in_its_own_process(tmp_path: Path) -> None:
     """Each run says by how many bytes its process grew, and a process that fails is an error."""
     figures = figures_of(growth.main, ["--case", "no workers"], tmp_path)
