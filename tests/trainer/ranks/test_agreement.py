@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks import agreement as agreement_module
 from lightning_faulttolerant.trainer.ranks.agreement import SAVE, STOP, Chair, Member, end_of_window
 
 NUM_RANKS = 3
@@ -65,16 +64,6 @@ class Ranks:
             main(rank, self.members[rank])
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
             self.errors.append(error)
-
-
-def test_nobody_asks_and_nothing_is_said() -> None:
-    """Without a request, all ranks pass all boundaries, and no message is sent."""
-    ranks = Ranks()
-    for _ in range(20):
-        assert [member.at_boundary() for member in ranks.members] == [None] * NUM_RANKS
-        for member in ranks.members:
-            member.tick()
-            assert not member.outbox
 
 
 @settings(max_examples=40, deadline=None)
@@ -146,37 +135,6 @@ def test_all_save_at_the_same_boundaries(saves: list[int], delays: list[int], st
     assert all(wish == SAVE for _, wish in done[0][:-1])
 
 
-def test_rank_that_is_far_ahead_is_where_all_stop() -> None:
-    """The appointed boundary is one that no rank has passed."""
-    ranks = Ranks(2)
-    slow, fast = ranks.members
-    for _ in range(7):
-        fast.at_boundary()
-    slow.at_boundary()
-    slow.want_stop("143 0 SIGTERM")
-    for _ in range(3):
-        ranks.deliver()
-    assert [slow.at_boundary() for _ in range(7)] == [None] * 6 + [STOP]
-    assert fast.at_boundary() == STOP
-
-
-def test_rank_waits_at_its_promise_until_it_knows() -> None:
-    """Between the promise and the appointment, no rank passes the promised boundary."""
-    member = Member()
-    member.hear({"round": STOP})
-    [promise] = member.outbox
-    assert promise == {"limit": 0}
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(member.at_boundary()), daemon=True)
-    thread.start()
-    thread.join(0.1)
-    assert found == []
-    member.hear({"at": 1, "wish": STOP})
-    thread.join(2)
-    assert found == [None]
-    assert member.at_boundary() == STOP
-
-
 def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -> None:
     """An appointment that a broken promise made possible is an error, not a save at another place."""
     member = Member()
@@ -194,21 +152,6 @@ def test_rank_that_waits_for_one_that_is_lost() -> None:
     member.lost = "rank 1 has died"
     with pytest.raises(RanksLostError, match="rank 1 has died"):
         member.at_boundary()
-
-
-def test_fast_ranks_hear_of_a_save_before_they_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save by time is promised half a second's boundaries ahead, so that no rank waits for it."""
-    now = [0.0]
-    member = Member(clock=lambda: now[0])
-    for _ in range(100):
-        now[0] += 0.1
-        for _ in range(7):
-            member.at_boundary()
-        member.tick()
-    member.hear({"round": SAVE})
-    assert member.outbox.pop() == {"limit": member.boundary + 1 + 5 * 7}
-    member.hear({"round": STOP})
-    assert member.outbox.pop() == {"limit": member.boundary + 1}
 
 
 @pytest.mark.parametrize(
@@ -238,26 +181,6 @@ def test_save_is_appointed_at_the_end_of_a_window() -> None:
     for _ in range(3):
         ranks.deliver()
     assert [ranks.members[1].at_boundary() for _ in range(8)] == [None] * 7 + [SAVE]
-
-
-def test_stop_does_not_wait_for_the_end_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slow batches, a save is requested right before the end of the window; a stop still comes at the next one."""
-    monkeypatch.setattr(agreement_module, "_AHEAD_SECONDS", 0.0)
-    ranks, done = Ranks(2), []
-    for boundary in range(20):
-        if boundary == 14:
-            ranks.members[1].want_stop("143 0 SIGTERM")
-            for _ in range(3):
-                ranks.deliver()
-        wishes = {member.at_boundary() for member in ranks.members}
-        done += [(boundary, wish) for wish in wishes if wish]
-        if STOP in wishes:
-            break
-        if boundary < 8 or boundary > 10:  # due until it is done, then again
-            ranks.members[0].want_save({"batch": boundary, "num_batches": 0, "length": 8})
-        for _ in range(3):
-            ranks.deliver()
-    assert done == [(8, SAVE), (14, STOP)]
 
 
 # Validation runs.
@@ -307,51 +230,3 @@ def test_validation_run_is_stopped_by_all_or_by_none(
     assert len(found) == NUM_RANKS
     assert len(set(found.values())) == 1
     assert {isinstance(each, bool) for each in found.values()} in ({True}, {False})
-
-
-def test_equal_runs_are_stopped_inside() -> None:
-    """With equally many batches on each rank, a long run is stopped long before its end."""
-    ranks = Ranks()
-    found = []
-
-    def main(rank: int, member: Member) -> None:
-        assert member.at_boundary() is None
-        if rank == 1:
-            threading.Timer(0.05, member.want_stop, ["143 0 SIGTERM"]).start()
-        found.append(validate(member, 10_000, 0.001))
-
-    ranks.run(main)
-    assert found == [True] * NUM_RANKS
-
-
-def test_step_of_a_run_that_is_stopped_may_hold_a_collective() -> None:
-    """Ranks that meet in each validation step stop before the same step: no rank waits there for a stopped one."""
-    ranks = Ranks()
-    stopped: dict[int, int] = {}
-    collective = threading.Barrier(NUM_RANKS, timeout=60)
-
-    def main(rank: int, member: Member) -> None:
-        member.at_boundary()
-        if rank == 2:
-            threading.Timer(0.02, member.want_stop, ["143 0 SIGTERM"]).start()
-        member.begin_run()
-        for batch in ranks.boundaries():
-            if member.at_validation_batch():
-                stopped[rank] = batch
-                return
-            time.sleep(0.0005 * rank)
-            collective.wait()
-
-    ranks.run(main)
-    assert len(stopped) == NUM_RANKS
-    assert len(set(stopped.values())) == 1
-
-
-def test_boundary_costs_next_to_nothing() -> None:
-    """Without a request, a boundary takes this thread a microsecond or two and needs no communication."""
-    member = Member()
-    began = time.thread_time()
-    for _ in range(20_000):
-        member.at_boundary()
-    assert (time.thread_time() - began) / 20_000 < 20e-6
-    assert agreement_module._HOLD_SECONDS < 0.1

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
-from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer.ranks.compat import SEAMS, call_off_observers, cluster_environment
-from tests.contract import missing
-from tests.runs import make_trainer
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    """Return a trainer of one rank."""
-    return make_trainer([], tmp_path)
-
-
-@pytest.mark.parametrize("path", SEAMS)
-def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name exists; if a new Lightning drops it, the failure names the feature that breaks."""
-    found = missing(trainer, path, SEAMS)
-    assert found is None, found
-
-
-def test_environment_of_one_rank(trainer: Trainer) -> None:
-    """A trainer on one device may or may not have an environment: asking is not an error."""
-    cluster_environment(trainer)
+from lightning_faulttolerant.trainer.ranks.compat import call_off_observers
 
 
 def test_observer_that_is_called_off_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

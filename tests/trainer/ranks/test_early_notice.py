@@ -7,18 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from torch.utils.data import DataLoader
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.early_signals import EARLY
-from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks
-from tests.runs import Net, fit_net, make_trainer
 from tests.trainer.ranks.slurm_jobs import Job
 
 pytestmark = [
@@ -66,14 +60,6 @@ def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
     assert job.log.read_text().splitlines() == ["requeue 4711"]
 
 
-def test_fit_with_the_variable_and_its_own_callback_stops(tmp_path: Path) -> None:
-    """The callback that the variable adds does not take the notice from the script's own callback."""
-    job = Job(tmp_path)
-    with job.start(before=notice, environment={"PL_FAULT_TOLERANT_TRAINING": "1"}) as processes:
-        [ended] = processes.wait(seconds=40)
-    assert ended.exit_code == 76, ended.output
-
-
 def test_job_that_is_not_queued_again_ends_by_the_signal(tmp_path: Path) -> None:
     """If neither SLURM's plugin nor stop_signals handles the signal, it ends the process as it would have."""
     job = Job(tmp_path)
@@ -92,56 +78,6 @@ def test_stop_signal_of_the_callback_stops_without_a_requeue(tmp_path: Path) -> 
         [ended] = processes.wait(seconds=40)
     assert ended.exit_code == 128 + signal.SIGUSR1, ended.output
     assert list((tmp_path / "autosaves").rglob("autosave-*.ckpt"))
-
-
-@pytest.fixture
-def in_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Act as a task of a job that has not received its notice."""
-    for name, value in {**Job(tmp_path).environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
-        monkeypatch.setenv(name, value)
-    before = signal.getsignal(signal.SIGUSR1)
-    EARLY.begin(os.environ)
-    yield
-    EARLY.take()
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
-@pytest.mark.usefixtures("in_job")
-def test_trainer_without_the_callback_handles_the_signal_itself(tmp_path: Path) -> None:
-    """Lightning registers its own handler, as it does without an import of the package."""
-    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
-    trainer = make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-    connector = trainer._signal_connector
-    connector.register_signal_handlers()
-    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
-    connector.teardown()
-
-
-@pytest.mark.usefixtures("in_job")
-def test_trainer_of_the_variable_handles_the_notice_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable alone, the notice is handled from the Trainer's constructor on."""
-    EARLY.take()
-    monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
-    make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
-    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
-
-
-@pytest.mark.usefixtures("in_job")
-def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
-    """The fit takes the signal, also from the callback's own start, and leaves the default handler."""
-    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
-    fit_net([FaultTolerance(tmp_path)], tmp_path, plugins=[SLURMEnvironment()], max_epochs=1)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("in_job")
-def test_run_that_is_no_fit_is_lightnings(tmp_path: Path) -> None:
-    """A validation run with the callback has Lightning's own handler."""
-    trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path, plugins=[SLURMEnvironment()])
-    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
-    trainer.validate(Net(), DataLoader(NoisyDataset(8)), verbose=False)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 def start_script(directory: Path, *lines: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
@@ -145,19 +142,6 @@ def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
     assert_continues(tmp_path)
 
 
-def test_death_of_a_rank_with_workers_is_noticed(tmp_path: Path) -> None:
-    """Workers that outlive their rank don't make it look alive to the others."""
-
-    def train() -> DataLoader[Any]:
-        return DataLoader(NoisyDataset(64), batch_size=4, shuffle=True, num_workers=2)
-
-    callbacks = [Events(1, "train", 3, die), Events(0, "train", 3, sleep_long)]
-    with RankProcesses(fit_main(tmp_path, *callbacks, train=train)) as ranks:
-        ended = ranks.wait(seconds=20)
-        assert ended[0].seconds - ended[1].seconds < BOUND + 2
-    assert [each.exit_code for each in ended] == [1, -signal.SIGKILL]
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -> None:
     """A process that stands still longer than the bound is waited for, and the run finishes."""
@@ -241,16 +225,6 @@ def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path
     assert_continues(tmp_path)
 
 
-def test_validation_batch_that_is_longer_than_the_grace_period(tmp_path: Path) -> None:
-    """The last autosave stays, and the job ends in time."""
-    main = fit_main(tmp_path, Events(0, "validation", 1, sleep_long), options={"grace_seconds": 2.0})
-    with RankProcesses(main) as ranks:
-        ranks.wait_for("validation 1", 0, 1)
-        ranks.send(signal.SIGTERM, 0)
-        stopped_in_time(ranks.wait(seconds=20))
-    assert_continues(tmp_path)
-
-
 class SlowSave(Callback):
     """Slows down every save but the first on rank 0."""
 
@@ -277,53 +251,6 @@ def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
     assert "This state is not saved: a save takes" in ended[0].output
     assert "continue before batch 6 of epoch 0" in ended[0].output
     assert_continues(tmp_path)
-
-
-def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> None:
-    """Slow workers are neither waited for nor left behind: saving and ending take a fraction of the grace period."""
-
-    class Slow(NoisyDataset):
-        def __getitem__(self, index: int) -> Tensor:
-            time.sleep(0.3)
-            return super().__getitem__(index)
-
-    def train() -> DataLoader[Any]:
-        return DataLoader(Slow(512), batch_size=4, shuffle=True, num_workers=8, prefetch_factor=4)
-
-    options = {"grace_seconds": 20.0, "every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
-    with RankProcesses(fit_main(tmp_path, Events(), train=train, options=options)) as ranks:
-        ranks.wait_for("train 3", 0, 1, seconds=50)
-        ranks.send(signal.SIGTERM, 0, 1)
-        began = time.monotonic()
-        ended = ranks.wait(seconds=30)
-        assert time.monotonic() - began < 10.0
-    stopped_in_time(ended)
-    place = re.search(r"continue before batch (\d+)", ended[0].output)
-    assert place is not None
-    assert int(place[1]) > 3
-
-
-def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
-    """The user's handlers hear the signal on the rank that gets it, and are back after the fit; no thread is left."""
-
-    def main(rank: int) -> None:
-        heard: list[int] = []
-        own = {signum: lambda signum, frame: heard.append(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-        for signum, handler in own.items():
-            signal.signal(signum, handler)
-        stops = rank == 1
-        strike = Events(1, "train", 3, lambda: signal.raise_signal(signal.SIGTERM))
-        if tmp_path.name == "whole":
-            fit_main(tmp_path)(rank)
-        else:
-            with pytest.raises(SystemExit):
-                fit_main(tmp_path, strike)(rank)
-            assert heard == ([signal.SIGTERM] if stops else [])
-        assert {signum: signal.getsignal(signum) for signum in own} == own
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fault-tolerance")] == []
-
-    with RankProcesses(main) as ranks:
-        assert [each.exit_code for each in ranks.wait(seconds=30)] == [0, 0], ranks.output(1)
 
 
 @pytest.mark.parametrize("hook", ["train", "sanity"])

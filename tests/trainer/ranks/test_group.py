@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.ranks import Alone
-from lightning_faulttolerant.trainer.ranks import strategies
 from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from tests.ranks import on_ranks
-
-
-def test_only_rank_tells_itself() -> None:
-    """A sole rank sends nothing."""
-    alone = Alone()
-    assert alone.to_first("step", 1) == [1]
-    assert alone.from_first("step", 2) == 2
 
 
 def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
@@ -68,19 +57,3 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     alive, dead = on_ranks(main, tmp_path / "ranks")
     assert dead == "dead"
     assert alive.startswith("RanksLostError: rank 0 had no answer at 'step'")
-
-
-def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for a silent rank that is alive raises when its time is over."""
-    monkeypatch.setattr(strategies, "_TIMEOUT", timedelta(seconds=1))
-
-    def main(rank: int) -> Any:
-        ranks = connect_all()
-        if rank == 1:
-            time.sleep(3)
-            return "silent"
-        return ranks.to_first("step", rank)
-
-    alive, _ = on_ranks(main, tmp_path / "ranks")
-    assert alive.startswith("RanksLostError: rank 0 had no answer at 'step'")
-    assert "took longer than 0:00:01" in alive

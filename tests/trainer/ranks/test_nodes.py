@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks.nodes import Listener, LostLinkError, NodeGroup, connect_to, receive_from
 from lightning_faulttolerant.trainer.ranks.strategies import open_line
 from tests.light_ranks import run_light
@@ -43,31 +41,6 @@ def join(
         host="127.0.0.1",
         node=f"node {rank // per_node}",
     )
-
-
-def test_values_arrive_in_order_and_each_rank_has_few_connections(tmp_path: Path) -> None:
-    """Large values too; a rank is connected with its node's first only, that one with its node and rank 0."""
-
-    def main(rank: int) -> Any:
-        num_before = len(os.listdir("/proc/self/fd"))
-        ranks = join(rank, tmp_path)
-        num_links = len(os.listdir("/proc/self/fd")) - num_before
-        told = ranks.to_first("values", (rank, os.urandom(BIG) if rank % 8 == 3 else b""))
-        numbers = None if told is None else [(number, len(data)) for number, data in told]
-        found = ranks.from_first("value", numbers)
-        again = ranks.to_all("all", rank)
-        ranks.close()
-        return [numbers is not None, found, again, num_links]
-
-    answers = run_light(main, tmp_path, num_ranks=NUM_RANKS)
-    expected = [[rank, BIG if rank % 8 == 3 else 0] for rank in range(NUM_RANKS)]
-    for rank, (has_values, found, again, _) in enumerate(answers):
-        assert (has_values, found, again) == (rank == 0, expected, list(range(NUM_RANKS)))
-    links = [num_links for *_, num_links in answers]
-    assert links[0] == PER_NODE - 1 + NODES - 1
-    assert sorted(links[1:PER_NODE]) == [1] * (PER_NODE - 1)
-    for node in range(1, NODES):
-        assert sorted(links[node * PER_NODE : (node + 1) * PER_NODE]) == [1] * (PER_NODE - 1) + [PER_NODE]
 
 
 def whole_node(rank: int) -> bool:
@@ -107,45 +80,6 @@ def test_dead_ranks_end_an_exchange(tmp_path: Path, method: str, dies: Callable[
             assert answer.startswith(f"RanksLostError: rank {rank} had no answer at '"), answer
 
 
-def test_a_rank_that_lost_another_lets_its_neighbors_know_at_once(tmp_path: Path) -> None:
-    """Rank 0 stays alive until rank 1, which waits for its answer, has raised: long before its time is over."""
-
-    def main(rank: int) -> Any:
-        ranks = join(rank, tmp_path, timeout=60, per_node=1, num_ranks=3)
-        ranks.to_all("connected", rank)
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            return ranks.to_all("step", rank)
-        except RanksLostError:
-            deadline = time.monotonic() + 15
-            while rank == 0 and not (tmp_path / "answer-1.json").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            return time.monotonic() < deadline
-
-    assert run_light(main, tmp_path, num_ranks=3) == [True, True, "dead"]
-
-
-def test_a_silent_node_ends_an_exchange_when_its_time_is_over(tmp_path: Path) -> None:
-    """Stopped processes close no connection: the time limit counts, and it is one limit, not one for each rank."""
-
-    def main(rank: int) -> Any:
-        ranks = join(rank, tmp_path, timeout=2, per_node=2, num_ranks=6)
-        if rank // 2 == 1:
-            time.sleep(5)
-            return "silent"
-        began = time.monotonic()
-        try:
-            return ranks.to_all("step", rank)
-        except RanksLostError as error:
-            return f"{error} {time.monotonic() - began < 4}"
-
-    answers = run_light(main, tmp_path, num_ranks=6)
-    for rank in (0, 1, 4, 5):
-        assert answers[rank].startswith(f"rank {rank} had no answer at 'step': rank")
-        assert answers[rank].endswith("or took longer than 0:00:02 True")
-
-
 def test_ranks_at_different_steps_say_so(tmp_path: Path) -> None:
     """A rank on another node that is at another step is named by rank 0, and all ranks raise."""
 
@@ -157,37 +91,6 @@ def test_ranks_at_different_steps_say_so(tmp_path: Path) -> None:
     assert answers[0].startswith("RanksLostError: the ranks are out of step: rank 0 is at 'step'")
     assert "rank 3 is at 'other'" in answers[0]
     assert all(answer.startswith("RanksLostError") for answer in answers)
-
-
-def test_many_ranks_connect_under_a_low_limit_of_open_files(tmp_path: Path) -> None:
-    """32 ranks may each open 45 more files: a mesh would need 64 of them. With 5 more, each says what to do."""
-
-    def limited(rank: int, num_more: int) -> Any:
-        num_open = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + num_more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        return join(rank, tmp_path, start=num_more).to_all("step", rank)
-
-    answers = run_light(lambda rank: limited(rank, 45), tmp_path, num_ranks=NUM_RANKS)
-    assert answers == [list(range(NUM_RANKS))] * NUM_RANKS
-    for answer in run_light(lambda rank: limited(rank, 5), tmp_path, num_ranks=NUM_RANKS):
-        assert answer.startswith(("UnsupportedTrainerError: This process may have", "RanksLostError"))
-    assert answer.startswith("UnsupportedTrainerError")
-    assert "`ulimit -n 65536`" in answer
-
-
-def test_each_fit_has_connections_of_its_own(tmp_path: Path) -> None:
-    """Two successive fits in the same processes each have a group, also if each rank has a node to itself."""
-
-    def main(rank: int) -> Any:
-        answers = []
-        for number in range(2):
-            ranks = join(rank, tmp_path, per_node=1, num_ranks=3)
-            answers.append(ranks.to_all("step", [number, rank]))
-            ranks.close()
-        return answers
-
-    expected = [[[number, rank] for rank in range(3)] for number in range(2)]
-    assert run_light(main, tmp_path, num_ranks=3) == [expected] * 3
 
 
 def test_a_stranger_does_not_take_the_place_of_a_rank() -> None:
@@ -206,14 +109,6 @@ def test_a_stranger_does_not_take_the_place_of_a_rank() -> None:
     for link in (*links.values(), own, *strangers):
         link.close()
     listener.close()
-
-
-def test_a_rank_that_is_out_of_reach_is_named_with_its_port() -> None:
-    """The error names the address, and what to allow."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(OSError, match=f"rank 3 can't reach port {port} of 127.0.0.1: .* Allow the ranks to reach all"):
-        connect_to(("127.0.0.1", port), rank=3, token="token", deadline=time.monotonic() + 5)
 
 
 def test_the_line_goes_by_node(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import distributed as dist
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix, apart_from_earlier_ranks, shares_store
+from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix, apart_from_earlier_ranks
 from tests.runs import Net, fit_net, make_trainer
 from tests.scripts import protected
 
 UNDER_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
 SECONDS = timedelta(seconds=20)
-CREATE = dist.init_process_group
 
 
 @pytest.fixture
@@ -72,21 +71,6 @@ def test_rank_0_does_not_wait_for_ever(port: int) -> None:
         agree_on_prefix(store, rank=0, num_ranks=2, timeout=timedelta(seconds=0.1))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"TORCHELASTIC_USE_AGENT_STORE": "False"},  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-        {"TORCHELASTIC_USE_AGENT_STORE": ""},
-        {"TORCHELASTIC_USE_AGENT_STORE": None},
-    ],
-)
-def test_only_where_ranks_start_again_in_one_store(changed: dict[str, str | None]) -> None:
-    """Nothing is done unless torchrun keeps its store when it starts ranks again. It may with no restarts left."""
-    assert shares_store(UNDER_TORCHRUN)
-    assert shares_store({**UNDER_TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})  # a machine may join
-    assert not shares_store({name: value for name, value in {**UNDER_TORCHRUN, **changed}.items() if value is not None})
-
-
 class FsdpOnCpu(FSDPStrategy):
     """Lightning allows a subclass there."""
 
@@ -132,24 +116,6 @@ def test_given_place_is_used() -> None:
     assert asked(lambda: dist.init_process_group("gloo", **place)) == (("gloo",), place)
     assert asked(lambda: dist.init_process_group("gloo", "env://")) == (("gloo", "env://"), {})
     assert asked(lambda: dist.init_process_group(init_method="env://")) == ((), {"init_method": "env://"})
-
-
-def test_nothing_stays_if_it_fails(under_torchrun: None) -> None:
-    """The function of torch is back if the strategy raises."""
-
-    def fails() -> None:
-        assert dist.init_process_group is not CREATE
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        apart_from_earlier_ranks(fails)
-    assert dist.init_process_group is CREATE
-
-
-def test_no_group_where_lightning_creates_none(under_torchrun: None, tmp_path: Path) -> None:
-    """A single device under torchrun gets no process group from us."""
-    fit_net([protected()], tmp_path, max_epochs=1)
-    assert not dist.is_initialized()
 
 
 @pytest.mark.usefixtures("under_torchrun", "stops_there")

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightning_faulttolerant.checkpoint import series as series_module
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -23,7 +22,6 @@ from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, 
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
 from lightning_faulttolerant.trainer.ranks.strategies import connect_all
-from lightning_faulttolerant.trainer.resume import choice
 from tests.ranks import on_ranks
 
 FULL = OSError(28, "No space left on device")
@@ -67,27 +65,6 @@ def _save_three(
     return outcomes
 
 
-def test_all_ranks_write_one_directory(tmp_path: Path) -> None:
-    """Each rank's files must be in the manifest, every rank must know the path, and two directories must be kept."""
-    directory = tmp_path / "fit-1"
-    first, second = on_ranks(lambda rank: _save_three(rank, directory, None), tmp_path / "ranks")
-    assert first == second
-    assert sorted(os.listdir(directory)) == first[1:]
-    path, content = AutosaveSeries(directory).load_newest() or ("", {})
-    assert content == {"number": 2}
-    assert sorted(name for name in os.listdir(path) if name.endswith(".distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-
-
-def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
-    """If one rank fails, all must raise and name it, nothing may be left, and the next save must succeed."""
-    directory = tmp_path / "fit-1"
-    first, second = on_ranks(lambda rank: _save_three(rank, directory, (1, 1)), tmp_path / "ranks")
-    assert "rank 1: OSError: [Errno 28] No space left on device" in first[1]
-    assert "autosaves so far are kept" in first[1]
-    assert second[1] == "OSError: [Errno 28] No space left on device"
-    assert sorted(os.listdir(directory)) == [first[0], first[2]]
-
-
 @pytest.mark.parametrize("error", [FULL, TORCHS], ids=["disk", "torch"])
 def test_a_disk_that_is_full_in_mid_run_is_told_on_all(error: BaseException, tmp_path: Path) -> None:
     """If a full disk is not an error, all ranks must learn of it, nothing may be left, and the next save must work."""
@@ -98,17 +75,6 @@ def test_a_disk_that_is_full_in_mid_run_is_told_on_all(error: BaseException, tmp
     assert first == second
     assert first[1].startswith(f"failed: rank 1: {type(error).__name__}: ")
     assert sorted(os.listdir(directory)) == [first[0], first[2]]
-
-
-def test_another_error_in_mid_run_is_raised_on_all(tmp_path: Path) -> None:
-    """An error that more disk space would not fix must be raised as it is."""
-    directory = tmp_path / "fit-1"
-    error = TypeError("not the disk's")
-    first, second = on_ranks(
-        lambda rank: _save_three(rank, directory, (0, 1), raises=False, error=error), tmp_path / "ranks"
-    )
-    assert first[1] == "TypeError: not the disk's"
-    assert "rank 0: TypeError: not the disk's" in second[1]
 
 
 class _InStore:
@@ -144,25 +110,6 @@ def test_an_autosave_in_a_store_stays_if_a_rank_dies_right_after_its_commit(tmp_
         _save_in_store(series, _RankDies(), 2)
     _, content = AutosaveSeries(series.directory).load_newest() or ("", {})
     assert content == {"number": 2}
-
-
-def test_a_failed_deletion_of_old_autosaves_does_not_fail_the_new_one(
-    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new autosave is there and is reported as saved; the log names the error, and the next save deletes more."""
-    series = AutosaveSeries(f"memory://{tmp_path.name}-slow", keep_last=1)
-    _save_in_store(series, Alone(), 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(series_module, "leave", _slow_down)
-        second = _save_in_store(series, Alone(), 2)
-    assert series.paths()[1:] == [second]
-    assert "SlowDown" in caplog.text
-    third = _save_in_store(series, Alone(), 3)
-    assert series.paths() == [third]
-
-
-def _slow_down(*_: object) -> None:
-    raise OSError(121, "SlowDown")
 
 
 def _gradients(rank: int) -> list[Any]:
@@ -207,13 +154,3 @@ def _marks(rank: int) -> list[bool]:
 def test_a_change_of_a_shard_is_seen_by_its_rank_alone(tmp_path: Path) -> None:
     """Each rank must report whether its own part of a sharded tensor has moved, without asking the others."""
     assert on_ranks(_marks, tmp_path) == [[True, True], [True, False]]
-
-
-def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, caplog: Any) -> None:
-    """A user's directory without the file that Lightning writes last must not be preferred to an autosave."""
-    (tmp_path / "last.ckpt").mkdir()
-    (tmp_path / "last.ckpt" / "__0_0.distcp").write_bytes(b"1")
-    why = choice._why_not(str(tmp_path / "last.ckpt"), {})
-    assert why is not None
-    why.tell("last.ckpt", "autosave")
-    assert "it is not complete" in caplog.text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-import warnings
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +53,6 @@ def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, 
 
 
 @pytest.mark.slow
-def test_task_of_an_array_is_queued_again_by_itself(tmp_path: Path) -> None:
-    """A task of a job array has the number of the array and its own."""
-    job = Job(tmp_path)
-    array = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}
-    [ended] = start_and_signal(job, signal.SIGUSR2, 0, environment=array, requeue_signal=signal.SIGUSR2)
-    assert ended.exit_code == 76
-    job.assert_queued_again("4700_11")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scontrol", "message"),
     [
@@ -94,16 +83,6 @@ def test_message_of_a_failed_requeue_says_whether_the_state_is_saved(
     said = capsys.readouterr().err
     assert f"Stopped by SIGUSR1 before batch 7. {unsaved}" in said
     assert "is saved" not in said
-
-
-@pytest.mark.slow
-def test_termination_is_a_stop_without_a_requeue(tmp_path: Path) -> None:
-    """SIGTERM comes from scancel, or from a preemption after which SLURM itself queues the job again."""
-    job = Job(tmp_path)
-    [ended] = start_and_signal(job, signal.SIGTERM, 0)
-    assert ended.exit_code == 143
-    assert not job.log.exists()
-    assert "continue before batch" in ended.output
 
 
 @pytest.mark.slow
@@ -158,21 +137,6 @@ def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_short_reserve")
-def test_end_of_the_job_that_no_variable_tells(tmp_path: Path) -> None:
-    """SLURM 22.05 sets no variable. The first rank asks for the end, once for all ranks."""
-    end = int(time.time()) + 10
-    asked = tmp_path / "asked.txt"
-    job = Job(tmp_path, num_ranks=2, time_limit=f"echo $* >> {asked}; echo JobId=4711 EndTime={end} Deadline=N/A")
-    with job.start(max_epochs=1000, num_sanity_val_steps=0) as processes:
-        ended = processes.wait(seconds=25)
-    assert [each.exit_code for each in ended] == [76, 76], ended[0].output
-    assert "Stopped by the deadline" in ended[0].output
-    assert asked.read_text().splitlines() == ["--oneliner show job 4711"]
-    job.assert_queued_again()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_short_reserve")
 def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
     """A validation run that is longer than the remaining time is stopped inside."""
     job = Job(tmp_path, num_ranks=2)
@@ -192,21 +156,6 @@ def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_end_of_the_job_that_has_passed_is_ignored(tmp_path: Path) -> None:
-    """A job that runs when its time is over has more time, or another job's variable: a warning reports this."""
-    job = Job(tmp_path)
-
-    def before() -> None:
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_: print(message, flush=True)
-
-    with job.start(environment={"SLURM_JOB_END_TIME": "1000"}, seconds=0, before=before) as processes:
-        [ended] = processes.wait(seconds=20)
-    assert ended.exit_code == 0, ended.output
-    assert "SLURM_JOB_END_TIME says that the time of this job was over" in ended.output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("auto_requeue", [False, True])
 def test_deadline_that_has_passed_when_the_fit_begins(auto_requeue: bool, tmp_path: Path) -> None:
     """Nothing is trained: the run is saved at its first boundary, and ends with the deadline's exit code.
@@ -221,15 +170,3 @@ def test_deadline_that_has_passed_when_the_fit_begins(auto_requeue: bool, tmp_pa
     assert "Stopped by the deadline before batch 0 of epoch 0" in ended.output
     assert "train 0" not in ended.output
     assert not job.log.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_short_reserve")
-def test_deadline_of_the_users_queues_the_job_again(tmp_path: Path) -> None:
-    """A deadline that counts from each start leaves time for batches each time."""
-    job = Job(tmp_path)
-    with job.start(options={"deadline": timedelta(seconds=6)}, max_epochs=1000) as processes:
-        [ended] = processes.wait(seconds=20)
-    assert ended.exit_code == 76, ended.output
-    assert "Stopped by the deadline" in ended.output
-    job.assert_queued_again()

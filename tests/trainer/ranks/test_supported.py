@@ -78,12 +78,6 @@ def test_strategy_with_its_own_format_is_refused_before_anything_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trial_with_a_refused_strategy_runs(tmp_path: Path) -> None:
-    """A fast_dev_run saves nothing, so it must not be refused for its strategy."""
-    trainer = fit_net([FaultTolerance()], tmp_path, strategy=SavesElsewhere(device="cpu"), fast_dev_run=True)
-    assert trainer.global_step == 1
-
-
 def rows() -> list[tuple[str, str, str]]:
     """Return the cells of the table in the documentation."""
     lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]

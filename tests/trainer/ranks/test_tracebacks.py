@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import weakref
 
 import pytest
-
-from lightning_faulttolerant.trainer.ranks.watch import Watch, print_traceback
-from lightning_faulttolerant.trainer.signals import StopSignals
 
 SCRIPT = """
 from lightning_faulttolerant.trainer.ranks.watch import print_traceback
@@ -37,36 +33,3 @@ def test_traceback_is_printed_once(again: str, num_tracebacks: int) -> None:
     assert "[rank 1] FaultTolerance: an exception has ended this rank." in ended.stderr
     last = "[rank 1] Its traceback is printed above." if again == "same" else "KeyError: 'another'"
     assert ended.stderr.splitlines()[-1] == last
-
-
-class Model:
-    """Stands for what the frames of an exception hold."""
-
-
-def test_the_hook_keeps_nothing_alive_and_is_put_back(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A caught exception leaves no trace after the next fit has begun, or after the next exception."""
-
-    def fail() -> weakref.ref[Model]:
-        model = Model()
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError as error:
-            print_traceback(error, rank=1)
-        return weakref.ref(model)
-
-    others: list[BaseException] = []
-    hook = lambda _, error, __: others.append(error)  # noqa: E731 - compared below
-    monkeypatch.setattr(sys, "excepthook", hook)
-    assert fail()() is None
-    fail()
-    another = KeyError("another")
-    sys.excepthook(KeyError, another, None)
-    assert (others, sys.excepthook) == ([another], hook)
-    fail()
-    watch = Watch(StopSignals([], grace_seconds=1.0))
-    watch.start()
-    watch.close()
-    assert sys.excepthook is hook
-    assert "Its traceback is printed above" not in capsys.readouterr().err

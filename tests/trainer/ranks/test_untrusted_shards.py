@@ -7,9 +7,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from lightning_faulttolerant.trainer.ranks import sharded
 from lightning_faulttolerant.trainer.ranks.stored_shards import safely_unpickled
-from lightning_faulttolerant.trainer.resume.choice import Choice
 from tests.damage import Payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -75,20 +71,3 @@ def test_an_object_is_not_unpickled(put: Callable[[Path, Payload], None], tmp_pa
     ):
         load(tmp_path / "shards", state(0.0))
     assert not os.path.exists(proof)
-
-
-@pytest.mark.parametrize(("is_autosave", "reason"), [(True, "in a store"), (True, None), (False, "in a store")])
-def test_only_autosaves_that_are_not_trusted_are_loaded_so(is_autosave: bool, reason: str | None) -> None:
-    """Trusted ones, and checkpoints that the user named, load as torch loads them."""
-    trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(restore_checkpoint_after_setup=True, model=None), optimizers=[]
-    )
-    chosen = Choice(path="/shards", origin=None, checkpoint={}, is_autosave=is_autosave)
-    found = []
-
-    def load(_: object) -> None:
-        found.append(filesystem.pickle is not pickle)  # type: ignore[attr-defined]
-
-    with mock.patch.object(sharded, "part_of", return_value=None):
-        sharded.load_checkpoint(trainer, chosen, load, why_not_trusted=lambda _: reason)
-    assert found == [is_autosave and reason is not None]

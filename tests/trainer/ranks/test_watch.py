@@ -11,10 +11,9 @@ import pytest
 
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks import watch as watch_module
-from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.connection import Hub, Spoke
 from lightning_faulttolerant.trainer.ranks.watch import Watch
-from lightning_faulttolerant.trainer.signals import StopSignals, signal_reason, stopped_by
+from lightning_faulttolerant.trainer.signals import StopSignals, signal_reason
 
 
 @dataclass
@@ -64,19 +63,6 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         watch.close()
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_stop_of_one_is_a_stop_of_both(asked: int, pair: Pair) -> None:
-    """Both ranks learn of the stop and its reason, and agree on one boundary."""
-    for _ in range(3):
-        pair.watches[0].member.at_boundary()
-    pair.stops[asked].note(signal_reason(signal.SIGTERM))
-    pair.look_until(lambda: all(stop.requested for stop in pair.stops))
-    pair.look()
-    assert [stop.requested for stop in pair.stops] == [signal_reason(signal.SIGTERM)] * 2
-    assert pair.watches[0].member.at_boundary() == STOP
-    assert [pair.watches[1].member.at_boundary() for _ in range(4)] == [None] * 3 + [STOP]
-
-
 @pytest.mark.parametrize("failed", [0, 1])
 def test_failure_is_told_and_the_other_is_ended(failed: int, pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
     """The traceback is printed immediately; the other rank ends when its time is over."""
@@ -97,22 +83,6 @@ def test_failure_is_told_and_the_other_is_ended(failed: int, pair: Pair, capfd: 
     [(code, why)] = pair.ends
     assert code == 1
     assert f"Rank {failed} has failed" in why
-
-
-def test_failure_is_told_even_if_the_rank_closes_at_once(pair: Pair) -> None:
-    """A rank that fails and leaves before its thread looks again has told the other rank."""
-    pair.watches[1].fail(ValueError("x"))
-    pair.watches[1].close()
-    while pair.watches[0].failure is None:  # pytest's timeout ends a test that never gets there
-        pair.watches[0].look()
-
-
-def test_rank_that_leaves_has_not_died(pair: Pair) -> None:
-    """The end of a fit is not a death."""
-    pair.watches[1].close()
-    time.sleep(0.05)
-    pair.watches[0].look()
-    assert pair.watches[0].failure is None
 
 
 def test_all_failed_and_nobody_is_ended(pair: Pair) -> None:
@@ -136,20 +106,6 @@ def test_rank_that_is_lost_for_the_failure_of_another_has_not_failed_itself(pair
     assert [code for code, _ in pair.ends] == [1, 1]
 
 
-def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
-    """For ranks that stop together, it does not matter which one is gone first."""
-    for watch in pair.watches:
-        watch.end_together = True
-    pair.watches[1].fail(stopped_by(signal_reason(signal.SIGTERM), "here"))
-    line = pair.watches[1]._line
-    assert isinstance(line, Spoke)
-    line._connection.close()  # as if it had died
-    time.sleep(0.05)
-    pair.watches[0].look()
-    pair.watches[0].look()
-    assert pair.watches[0].failure is None
-
-
 def test_stop_at_once_has_its_own_code(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
     """After a second Ctrl-C on one rank, the other one ends with the exit code of a Ctrl-C, without a traceback."""
     pair.watches[1].fail(TrainingStopped(130, "Stopped by SIGINT at once"))
@@ -165,20 +121,3 @@ def test_rank_that_is_lost_when_the_time_is_over(pair: Pair) -> None:
     pair.stops[0].note(signal_reason(signal.SIGTERM), 0.5)
     pair.watches[0].fail(RuntimeError("Connection closed by peer"))
     assert pair.ends[0][0] == 143
-
-
-def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
-    """The watching thread continues after an error."""
-    watch = Watch(StopSignals([], grace_seconds=1.0))
-    seen: list[int] = []
-
-    def look() -> None:
-        seen.append(1)
-        raise ValueError("once")
-
-    watch.looks.append(look)
-    watch.start()
-    while len(seen) < 2:  # pytest's timeout ends a test that never gets there
-        time.sleep(0.005)
-    watch.close()
-    assert "watches the other ranks has failed" in caplog.text
