@@ -66,25 +66,6 @@ def test_handler_that_the_script_sets_later_has_the_signal_alone() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "own\n", "")
 
 
-def test_pipe_that_an_event_loop_sets_again_is_no_other_file() -> None:
-    """An event loop that began after us puts our pipe back at its end, when a fit may have taken the signal."""
-    loop = "import socket; mine = socket.socket(); mine.setblocking(False); ours = signal.set_wakeup_fd(mine.fileno())"
-    end = "early_signals.EARLY.take(); other = socket.socket(); print(signal.set_wakeup_fd(ours) == mine.fileno())"
-    show = "print(other.fileno() != ours, time.sleep(0.3), threading.active_count())"
-    ended = run(IMPORT, SOON, CALLBACK, loop, end, show)
-    assert (ended.returncode, ended.stdout) == (0, "True\nTrue None 1\n"), ended.stderr
-
-
-def test_main_thread_that_comes_back_from_c_begins_its_fit() -> None:
-    """A handler that runs late, after the thread has noted the notice, does not end the process."""
-    lock = STUCK[0] + "; unlock = ctypes.CDLL(None).pthread_mutex_unlock"
-    wait = STUCK[1] + "; print(early_signals.EARLY.take() is not None)"
-    late = wait.replace("lock(mutex); lock", "lock(mutex); threading.Timer(1, unlock, (mutex,)).start(); lock")
-    ended = run(IMPORT, SOON.replace("0.2", "20"), SHORT, CALLBACK, lock, late)
-    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
-    assert ended.stderr.count("SIGUSR1") == 1
-
-
 def test_event_loop_keeps_its_pipe() -> None:
     """The pipe into which Python writes signals is given back, and that of other code is left alone."""
     show = "print(signal.set_wakeup_fd(-1), threading.active_count())"
@@ -125,14 +106,6 @@ def test_elsewhere_the_signal_keeps_its_effect(environment: Mapping[str, str]) -
     assert (ended.returncode, ended.stdout, ended.stderr) == (-10, "", "")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
-def test_other_signals_keep_their_effect(name: str) -> None:
-    """A signal that requests an end before training ends the process immediately."""
-    ended = run(IMPORT, f"os.kill(os.getpid(), signal.{name})", "time.sleep(30)")
-    assert ended.returncode != 0
-    assert "FaultTolerance" not in ended.stderr
-
-
 @pytest.mark.parametrize("own", ["signal.SIG_IGN", "lambda *_: print('own')"])
 def test_handler_of_the_script_stays(own: str) -> None:
     """A handler that was set before the import stays, and one that is set later replaces ours."""
@@ -151,12 +124,6 @@ def test_child_that_was_forked_ends_at_once() -> None:
     quiet = "import warnings; warnings.simplefilter('ignore')"  # Python >= 3.12 warns of a fork beside a thread
     ended = run(quiet, IMPORT, SOON, SHORT, CALLBACK, *fork, "time.sleep(1)")  # the parent has got none
     assert (ended.stdout, ended.stderr) == ("10\n", "")
-
-
-def test_thread_installs_nothing() -> None:
-    """Python sets handlers in the main thread only."""
-    imported = "thread = threading.Thread(target=lambda: __import__('lightning_faulttolerant'))"
-    assert run(imported, "thread.start(); thread.join()", NOTICE).returncode == -10
 
 
 def test_command_line_ends_at_once() -> None:

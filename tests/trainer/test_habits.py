@@ -151,15 +151,6 @@ def test_a_start_says_three_lines_at_most_and_a_stop_one(is_exact: bool, tmp_pat
     assert resumed.count(f"{tmp_path}/ours/fault_tolerance/lines/fit-1/") == 1
 
 
-def test_a_stop_in_a_process_of_a_launcher_is_told_once(tmp_path: Path) -> None:
-    """A fit in a process that a script creates says once what is saved: the end of the fit there, and Lightning's."""
-    callbacks = [FaultTolerance(run_id="launched"), KillAt(3, signum=signal.SIGTERM)]
-    ended = run(lambda: fit_net(callbacks, tmp_path))
-    assert ended.exit_code == 143
-    [line] = [line for line in ended.output.splitlines() if "Stopped by" in line]
-    assert "The state before batch 4 of epoch 0 is saved in" in line
-
-
 @pytest.mark.parametrize("to_group", [False, True])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group: bool, tmp_path: Path) -> None:

@@ -28,15 +28,6 @@ def at(where: str, **arguments: Any) -> TrainerPosition:
     return TrainerPosition(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
 
 
-@pytest.mark.parametrize("where", [BOUNDARY, VALIDATION, FINISHED, "on_train_batch_end"])
-def test_state_law(where: str) -> None:
-    """A position comes back from its plain values."""
-    position = at(where)
-    state = position.state_dict()
-    assert TrainerPosition(**state) == position
-    assert all(type(value) in (str, int) for value in state.values())
-
-
 @pytest.mark.parametrize(
     ("where", "resumable", "text"),
     [

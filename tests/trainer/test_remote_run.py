@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import run
 from tests.runs import fit_net
-from tests.s3 import CREDENTIALS, free_port, s3_server
+from tests.s3 import CREDENTIALS, s3_server
 
 
 class SaysThatItTrains(Callback):
@@ -48,34 +46,11 @@ def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
     assert "Check the credentials" in output
 
 
-def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
-    """Without keys, an error of botocore's that is not an OSError reads like the others."""
-    nowhere = {name: str(tmp_path / "missing") for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")}
-
-    def main() -> None:
-        for name in CREDENTIALS:
-            os.environ.pop(name, None)
-        os.environ.update(nowhere, AWS_EC2_METADATA_DISABLED="true")
-        fit_net([FaultTolerance(f"{s3}/runs")], tmp_path)
-
-    output = run(main).output
-    assert "CheckpointError: The autosaves of this run can't be written" in output
-    assert "NoCredentialsError: Unable to locate credentials" in output
-
-
 def test_missing_bucket_is_refused_before_training(tmp_path: Path, s3_endpoint: str) -> None:
     """A bucket that does not exist is an error, and is not created."""
     output = fit_at("s3://no-such-bucket/runs", tmp_path, AWS_ENDPOINT_URL=s3_endpoint)
     assert "CheckpointError: The autosaves of this run can't be written to s3://no-such-bucket/runs/" in output
     assert "The specified bucket does not exist" in output
-
-
-def test_unreachable_endpoint_is_refused_before_training(tmp_path: Path) -> None:
-    """A store that does not answer is an error that names its address."""
-    endpoint = f"http://localhost:{free_port()}"
-    output = fit_at("s3://bucket/runs", tmp_path, AWS_ENDPOINT_URL=endpoint)
-    assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
-    assert endpoint in output
 
 
 def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +88,6 @@ def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str, how: str) -> 
     assert open_store(s3).names() == []
 
 
-@pytest.mark.parametrize(("how", "exit_code"), [("raises", 1), ("stops", 143)])
-def test_autosaves_stay_and_the_lock_goes_when_the_run_is_not_done(s3: str, how: str, exit_code: int) -> None:
-    """An exception and a stop leave the autosaves for the next start, which need not wait, on whatever host."""
-    ended = end_of(s3, how)
-    assert ended.returncode == exit_code
-    assert open_store(f"{s3}/run").names() == ["fit-1"]
-    assert len(open_store(f"{s3}/run/fit-1").names()) == 1
-
-
 def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:
     """A run that has lost its lock fails at its next save, before it overwrites the new owner's autosaves."""
 
@@ -136,44 +102,6 @@ def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> No
     assert "RunInUseError: The lock of this run" in ended.output
     [name] = open_store(s3).names()
     assert open_store(f"{s3}/{name}/fit-1").names()[-1].endswith("-epoch=0-batch=3.ckpt")
-
-
-def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endpoint: str) -> None:
-    """The next start removes unfinished parts in the run's own directory; those of other runs stay."""
-    from tests.s3 import client
-
-    plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
-    for key in ("run/fit-1/autosave-00000001-epoch=0-batch=0.ckpt", "other/a.ckpt"):
-        plain.create_multipart_upload(Bucket=bucket, Key=key)
-    end_of(s3, "ends")
-    assert [upload["Key"] for upload in plain.list_multipart_uploads(Bucket=bucket)["Uploads"]] == ["other/a.ckpt"]
-
-
-@pytest.mark.parametrize("option", ["dirpath", "default_root_dir"])
-def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None:
-    """Any URL of fsspec's works, as dirpath and as default_root_dir; only the history is left."""
-    url = f"memory://{uuid.uuid4().hex}"
-    below = url if option == "dirpath" else f"{url}/fault_tolerance"
-
-    def look(word: str) -> None:
-        [name] = open_store(below).names()
-        print(word, open_store(f"{below}/{name}").names())
-
-    class Looks(Callback):
-        def on_train_end(self, *_: Any) -> None:
-            look("found")
-
-    def main() -> None:
-        atexit.register(look, "left")
-        if option == "dirpath":
-            fit_net([FaultTolerance(url), Looks()], tmp_path)
-        else:
-            fit_net([FaultTolerance(), Looks()], url)  # type: ignore[arg-type]
-
-    ended = run(main)
-    assert ended.exit_code == 0, ended.output
-    assert "found ['fit-1', 'history.jsonl', 'run.json', 'run.lock']" in ended.output
-    assert "left ['history.jsonl']" in ended.output
 
 
 class SavesForSlurm(Callback):
@@ -199,21 +127,3 @@ def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3:
     assert "Resumed exactly" in ended.output
     [line] = [line for line in ended.output.splitlines() if taken in line and "/fit-1/autosave-" in line]
     assert ("hpc_ckpt_1.ckpt" in line) == (every == 1_000)
-
-
-def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
-    """A byte that flips in the store costs one interval, and the log says so."""
-    from tests.s3 import client
-
-    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1), KillAt(3)], tmp_path))
-    assert ended.exit_code == -signal.SIGKILL, ended.output
-    plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
-    keys = [entry["Key"] for entry in plain.list_objects_v2(Bucket=bucket)["Contents"]]
-    newest = max(key for key in keys if key.endswith(".ckpt"))
-    data = bytearray(plain.get_object(Bucket=bucket, Key=newest)["Body"].read())
-    data[len(data) // 8] ^= 1  # in the pickled part: the middle may lie between two records, where nothing is lost
-    plain.put_object(Bucket=bucket, Key=newest, Body=bytes(data))
-    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
-    assert ended.exit_code == 0, ended.output
-    assert f"It was set aside as s3://{bucket}/{newest}.damaged. Used instead: s3://" in ended.output
-    assert "Resumed exactly" in ended.output

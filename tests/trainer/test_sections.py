@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.checkpoint.saving import BackgroundWriter
 from lightning_faulttolerant.processes import parents_and_states
 from lightning_faulttolerant.supervision import heartbeats as kinds
 from lightning_faulttolerant.supervision.heartbeats import (
@@ -28,7 +27,6 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import SIGNAL
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
 from tests.scripts import protection
@@ -134,26 +132,6 @@ def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return notes.begun
 
 
-def test_no_section_is_marked_before_its_work_begins(tmp_path: Path, sections: list[str]) -> None:
-    """Setup is one section with the sanity check around its batches, and a validation run begins before its batches."""
-    fit_net(protected(tmp_path), tmp_path, max_epochs=1, limit_train_batches=1, num_sanity_val_steps=1)
-    assert [name for name in sections if name != "save"] == [
-        "setup",
-        "setup",
-        "evaluation batch",
-        "setup",
-        "first batch",
-        "first batch",
-        "end of epoch",
-        "evaluation batch",
-        "evaluation batch",
-        "end of epoch",
-        "end of epoch",
-        "teardown",
-        "outside of a fit",
-    ]
-
-
 class Saves(Callback):
     """Saves a checkpoint after each batch."""
 
@@ -173,24 +151,6 @@ def test_a_checkpoint_of_other_code_is_a_save(tmp_path: Path, sections: list[str
     assert saves.found == ["save", "save"]
 
 
-def test_the_wait_for_the_write_before_is_a_part_of_the_save(
-    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slow store makes the next save wait, which is no part of a batch."""
-    found: list[str] = []
-    original = BackgroundWriter.wait
-
-    def wait(writer: BackgroundWriter) -> None:
-        found.append(sections[-1])
-        original(writer)
-
-    monkeypatch.setattr(BackgroundWriter, "wait", wait)
-    callback = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1, async_save=True)
-    fit_net([callback], tmp_path, max_epochs=1)
-    assert len(found) > 5
-    assert set(found) <= {"save", "teardown"}
-
-
 def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
     """If its run can't be opened, it runs without us, and is no setup of many hours."""
     (tmp_path / "autosaves").write_text("a file, so no directory can be created")
@@ -202,20 +162,6 @@ def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervi
         ("validation batch", "outside of a fit"),
         ("validation end", "outside of a fit"),
     ]
-
-
-def test_what_fails_at_the_end_leaves_nothing_watched(
-    tmp_path: Path, sections: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An error while the session closes must not leave a section that never ends."""
-
-    def put_back(_: object) -> None:
-        raise ValueError("boom")
-
-    monkeypatch.setattr(RunFiles, "put_back", put_back)
-    with pytest.raises(ValueError, match="boom"):
-        fit_net(protected(tmp_path), tmp_path, max_epochs=1)
-    assert sections[-1] == "outside of a fit"
 
 
 class Fails(Net):
@@ -346,19 +292,6 @@ def test_a_fit_without_room_for_its_marks_runs_unwatched(
     fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
     assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
     assert list(read_heartbeats(directory)) == []
-
-
-def test_a_system_without_sessions_runs_unwatched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There, `os.posix_spawn` has no such argument."""
-
-    def spawn(*_: Any, **__: Any) -> int:
-        raise NotImplementedError("setsid")
-
-    monkeypatch.setattr(os, "posix_spawn", spawn)
-    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
-    assert "The watcher for hangs could not be started" in caplog.text
 
 
 class LooksAround(Callback):

@@ -16,10 +16,8 @@ import pytest
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import signals as stop_module
 from lightning_faulttolerant.trainer.ranks import watch as watch_module
-from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.signals import StopReason, StopSignals, exit_code, signal_reason, stopped_by
-from lightning_faulttolerant.trainer.stopping import SoleRank
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -105,16 +103,6 @@ def test_first_signal_is_only_noted(signum: signal.Signals, stop: StopSignals) -
     assert stop.requested == signal_reason(signum)
 
 
-def test_other_signals_are_left_alone(stop: StopSignals) -> None:
-    """A signal that is not a stop signal goes to its original handler."""
-    heard: list[int] = []
-    previous = signal.signal(signal.SIGUSR1, lambda signum, frame: heard.append(signum))
-    send(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, previous)
-    assert heard == [signal.SIGUSR1]
-    assert stop.requested is None
-
-
 @pytest.mark.parametrize("first", BOTH)
 def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals) -> None:
     """A user who presses Ctrl-C again wants to stop immediately."""
@@ -122,24 +110,6 @@ def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals)
     with pytest.raises(TrainingStopped, match="at once, at the second signal") as error:
         send(signal.SIGINT)
     assert error.value.code == 130
-
-
-@pytest.mark.parametrize("signum", BOTH)
-def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: signal.Signals) -> None:
-    """The line may report a signal to all ranks before a rank's own handler can run: the signal is not a second one."""
-    heard: list[int] = []
-    stop = StopSignals(BOTH, grace_seconds=60.0)
-    stop.is_alone = False
-    stop.install({each: lambda number, frame: heard.append(number) for each in BOTH})
-    try:
-        stop.note(signal_reason(signal.SIGTERM))  # from the thread
-        send(signum)
-        assert heard == [signum]
-        with pytest.raises(TrainingStopped, match="at the second signal"):
-            send(signal.SIGINT)
-        assert heard == [signum]
-    finally:
-        stop.uninstall()
 
 
 @pytest.mark.parametrize("code", [stop_module.DEADLINE_EXIT_CODE, 143])
@@ -152,13 +122,6 @@ def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool)
     is_announced = requeues or code != 143
     assert (stop.grace.seconds_left() > 100) == is_announced
     assert stop.grace.seconds_left() > 15
-
-
-def test_second_termination_changes_nothing(stop: StopSignals) -> None:
-    """Schedulers send SIGTERM several times, to the group and to the process: they count once."""
-    send(signal.SIGTERM)
-    send(signal.SIGTERM)
-    assert stop.requested == signal_reason(signal.SIGTERM)
 
 
 def test_handler_that_was_there_is_called_too() -> None:
@@ -208,30 +171,6 @@ def test_handlers_that_would_end_the_process_are_not_called(original: Any) -> No
     assert stop.requested == signal_reason(signal.SIGINT)
 
 
-def test_handler_that_somebody_else_set_since_stays() -> None:
-    """A handler that replaced ours during the fit stays."""
-    stop = StopSignals(BOTH, grace_seconds=60.0)
-    stop.install({})
-
-    def other(signum: int, frame: FrameType | None) -> None:
-        raise AssertionError
-
-    ours = signal.signal(signal.SIGTERM, other)
-    stop.uninstall()
-    assert signal.getsignal(signal.SIGTERM) is other
-    assert ours == stop._handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_uninstalled_twice_or_never_installed() -> None:
-    """Giving signals back twice, or without having taken them, is harmless."""
-    stop = StopSignals(BOTH, grace_seconds=60.0)
-    stop.uninstall()
-    stop.install({})
-    stop.uninstall()
-    stop.uninstall()
-
-
 def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Python handles signals in the main thread only: in another thread this is reported, and the fit continues."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
@@ -253,17 +192,6 @@ def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
     assert time.monotonic() - began > 0.04
 
 
-def test_watcher_steps_in_when_the_grace_period_ends() -> None:
-    """A batch that takes longer than the grace period is broken off, with the right exit code."""
-    with watched(0.5):
-        send(signal.SIGINT)
-        began = time.monotonic()
-        with pytest.raises(TrainingStopped, match="within its grace period") as error:
-            wait_for_signal(30)
-        assert error.value.code == 130
-        assert time.monotonic() - began > 0.3
-
-
 @pytest.mark.parametrize(("save_seconds", "expected"), [(0.0, 8.0), (6.0, 2.8), (100.0, 2.0)])
 def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     monkeypatch: pytest.MonkeyPatch, save_seconds: float, expected: float
@@ -278,15 +206,6 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
         clock.let_look_on(stop)
     stop.uninstall()
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
-
-
-def test_batch_that_came_after_all_is_not_thrown_away(stop: StopSignals) -> None:
-    """If the batch arrives while the watcher steps in, nothing is raised: the next boundary stops the run."""
-    send(signal.SIGTERM)
-    stop._must_raise = stop_module._FETCH  # the watcher has decided
-    stop.fetch_began = None  # and the batch has arrived
-    send(signal.SIGTERM)
-    assert stop.requested == signal_reason(signal.SIGTERM)
 
 
 def test_watcher_leaves_a_save_alone() -> None:
@@ -327,17 +246,6 @@ def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked[0] == signal_reason(signal.SIGTERM)
 
 
-def test_rank_among_several_is_not_interrupted() -> None:
-    """Others may wait for it in a collective: it reaches the appointed boundary, or is ended."""
-    with watched(1.0) as stop:
-        stop.is_alone = False
-        stop.fetch_began = time.monotonic() - 100
-        send(signal.SIGTERM)
-        time.sleep(0.9)
-        stop.note(signal_reason(signal.SIGINT))
-        assert stop.requested == signal_reason(signal.SIGTERM)
-
-
 def test_requeue_signal_asks_for_a_requeue() -> None:
     """The signal that announces the end of a SLURM job is one more stop signal, with the time that the job has left."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
@@ -349,40 +257,8 @@ def test_requeue_signal_asks_for_a_requeue() -> None:
     assert 80 < stop.grace.seconds_left() <= 90
 
 
-def test_reason_travels_as_text() -> None:
-    """The reason of one rank's stop is the same on the others."""
-    for reason in (signal_reason(15), StopReason(name="the deadline of today", exit_code=75, requeues=True)):
-        assert StopReason.from_text(reason.to_text()) == reason
-
-
 def test_save_fits_if_it_takes_less_than_what_is_left() -> None:
     """A save needs the time of the longest save so far, plus a reserve."""
     stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.grace.save_seconds = lambda: 10.0
     assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
-
-
-def test_nobody_steps_in_without_a_request(stop: StopSignals) -> None:
-    """A slow fetch alone is not a reason to stop."""
-    stop.fetch_began = time.monotonic() - 100
-    time.sleep(0.15)
-    assert stop.requested is None
-
-
-def test_nobody_steps_in_after_the_fit() -> None:
-    """Once the signals are given back, the watcher is gone: nothing is raised after ``fit``."""
-    with watched(0.1):
-        send(signal.SIGTERM)
-    time.sleep(0.2)
-    assert not [t for t in threading.enumerate() if t.name == "fault-tolerance-watch"]
-
-
-def test_sole_rank_does_what_it_was_asked(stop: StopSignals) -> None:
-    """One rank agrees with itself."""
-    agreement = SoleRank(stop)
-    assert agreement.at_boundary() is None
-    assert not agreement.at_validation_batch()
-    send(signal.SIGTERM)
-    assert agreement.at_boundary() == STOP
-    assert agreement.at_validation_batch()
-    assert agreement.num_places == 4

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.trainer import stopping
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.stopping import asked_end_time, end_time, requeue
 
@@ -44,13 +43,6 @@ def test_job_without_a_number(environment: dict[str, str], called: Path) -> None
     assert not called.exists()
 
 
-def test_scontrol_that_hangs(called: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that does not answer is not waited for."""
-    (called.parent / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(stopping, "_SCONTROL_SECONDS", 0.2)
-    assert "timed out" in requeue({"SLURM_JOB_ID": "12"})
-
-
 def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
     """The value is in seconds since 1970; any other value is reported and ignored."""
     assert end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000.0
@@ -80,13 +72,6 @@ def test_end_that_slurm_is_asked_for(environment: dict[str, str], number: str, c
     answer(called, f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "JobId=12 StartTime=1 EndTime={end} Deadline=N/A"')
     assert asked_end_time(environment) == end
     assert called.read_text() == f"--oneliner show job {number}\n"
-
-
-def test_a_name_of_any_bytes_hides_no_end(called: Path) -> None:
-    """The name of a job or a directory need not be UTF-8."""
-    end = int(time.time()) + 100
-    answer(called, rf"printf 'JobName=caf\351 EndTime={end}\n'")
-    assert asked_end_time({"SLURM_JOB_ID": "12"}) == end
 
 
 @pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])

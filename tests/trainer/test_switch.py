@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsupportedTrainerError
-from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.process import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.processes import run
-from tests.runs import fit_net, make_trainer
+from tests.runs import fit_net
 
 
 @pytest.mark.parametrize(
@@ -64,14 +62,6 @@ def ours(trainer: Trainer) -> list[FaultTolerance]:
     return [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
 
 
-def test_callback_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the variable a Trainer gets the callback without a change to the script; without it, the Trainer doesn't."""
-    assert ours(make_trainer([], tmp_path)) == []
-    monkeypatch.setenv(VARIABLE, "1")
-    [callback] = ours(make_trainer([], tmp_path))
-    assert callback.is_from_environment
-
-
 def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
     """Fit for a batch and return the directories of the runs that saved during the fit."""
     found: list[Path] = []
@@ -112,18 +102,6 @@ class PassesOn(Holds):
 
     def teardown(self, *arguments: Any, **named: Any) -> None:
         self.held.teardown(*arguments, **named)
-
-
-@pytest.mark.parametrize("hold", [Holds, PassesOn, lambda ours: Holds([ours])])
-def test_one_inside_another_callback_works(hold: Callable[[FaultTolerance], Callback]) -> None:
-    """A callback that holds ours, and passes hooks on or not, protects a fit with a logger and checkpoints."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        held = [hold(each) if isinstance(each, FaultTolerance) else each for each in callbacks]
-        kept = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-        return fit_net([*held, kept], directory, enable_checkpointing=True, logger=CSVLogger(directory))
-
-    assert_resumes_exactly(fit, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 1})
 
 
 def test_a_held_one_stops_and_continues_in_its_files(tmp_path: Path) -> None:

@@ -46,12 +46,6 @@ def test_a_sum_and_extremes() -> None:
     assert [own["min"]["sums"]["value"].item() for own in found] == [-1.0, -1.0]
 
 
-def test_a_sole_ranks_sum_stays_whole() -> None:
-    """A sole rank's sum may or may not be synced: rank 0 gets all of it, which is right in both cases."""
-    found = merged({"sum": item("sum", 6.0)}, num_ranks=3)
-    assert [own["sum"]["sums"]["value"].item() for own in found] == [6.0, 0.0, 0.0]
-
-
 def test_what_rank_zero_alone_logs_stays_its_own() -> None:
     """A value that only rank 0 logs is not merged, and no other rank gets it."""
     found = merged({"own": item("mean", 6.0, 3, rank_zero_only=True)}, {}, num_ranks=2)

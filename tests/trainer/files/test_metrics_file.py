@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from hypothesis import given, strategies as st
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -51,35 +50,3 @@ def test_row_that_was_torn_is_cut(tmp_path: Path) -> None:
     path.write_bytes(b"a,step\r\n1.0,0\r\n2.0,1\r\n3.")
     MetricsFile(str(path)).cut(2, ["a", "step"])
     assert path.read_bytes() == b"a,step\r\n1.0,0\r\n2.0,1\r\n"
-
-
-def test_whole_file_is_not_written(tmp_path: Path) -> None:
-    """A file that needs no cut is not written."""
-    path = tmp_path / "metrics.csv"
-    path.write_bytes(b"a,step\r\n1.0,0\r\n")
-    before = path.stat()
-    MetricsFile(str(path)).cut(1, ["a", "step"])
-    after = path.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_file_in_a_remote_store() -> None:
-    """A file in a remote store that Lightning can write to is cut there."""
-    store = fsspec.filesystem("memory")
-    store.pipe("/cut/metrics.csv", b"a,b,step\r\n1.0,,0\r\n2.0,3.0,1\r\n")
-    file = MetricsFile("memory://cut/metrics.csv")
-    file.cut(1, ["a", "step"])
-    assert store.cat("/cut/metrics.csv") == b"a,step\r\n1.0,0\r\n"
-
-
-def test_rows_are_put_back_in_front_of_those_added_since(tmp_path: Path) -> None:
-    """The rows that `cut` dropped come back with their columns, and rows that came after the kept ones stay."""
-    path = tmp_path / "metrics.csv"
-    path.write_text("a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n", newline="")
-    file = MetricsFile(str(path))
-    columns, rows = file.columns(), file.rows()
-    file.cut(1, ["a", "step"])
-    with path.open("a", newline="") as added:
-        added.write("9,7\r\n")
-    file.put_back(columns, rows, num_kept=1)
-    assert path.read_bytes() == b"a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n9,,7\r\n"

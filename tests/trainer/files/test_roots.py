@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.trainer.files.roots import Moves, roots_of
-from tests.runs import make_trainer
-
-
-def test_roots_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Roots are absolute; the working directory counts only if it is below one of them."""
-    monkeypatch.chdir(tmp_path)
-    assert roots_of(make_trainer([], Path("runs"))) == {"default_root_dir": f"{tmp_path}/runs"}
-    assert roots_of(make_trainer([], tmp_path)) == {
-        "default_root_dir": f"{tmp_path}",
-        "working directory": f"{tmp_path}",
-    }
-
-
-def test_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process whose directory was removed has no working directory, which is not an error."""
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    trainer = make_trainer([], tmp_path)
-    (tmp_path / "gone").rmdir()
-    assert roots_of(trainer) == {"default_root_dir": f"{tmp_path}"}
+from lightning_faulttolerant.trainer.files.roots import Moves
 
 
 def moves(tmp_path: Path, saved: str = "one", now: str = "two", **arguments: str) -> Moves:
@@ -55,26 +34,6 @@ def test_innermost_root_counts(tmp_path: Path) -> None:
     assert found.roots == {"outer": f"{tmp_path}/a", "inner": f"{tmp_path}/b"}
     assert found.first(f"{tmp_path}/c/x/file") == f"{tmp_path}/b/file"
     assert found.first(f"{tmp_path}/c/file") == f"{tmp_path}/a/file"
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    """Lightning follows links in the directory of a ModelCheckpoint, but not in that of the Trainer."""
-    (tmp_path / "disk").mkdir()
-    os.symlink(tmp_path / "disk", tmp_path / "link")
-    (tmp_path / "disk/two").mkdir()
-    found = moves(tmp_path, "link/one", "link/two")
-    assert found.first(f"{tmp_path}/link/two/a") == f"{tmp_path}/link/one/a"
-    assert found.first(f"{tmp_path}/disk/two/a") == f"{tmp_path}/disk/one/a"
-
-
-def test_roots_that_are_not_gone_back_to(tmp_path: Path) -> None:
-    """A root is ignored if it is gone, was copied or moved with its autosaves, or is absent from an old checkpoint."""
-    assert moves(tmp_path).roots
-    assert moves(tmp_path, autosave=f"{tmp_path}/one/fault_tolerance/a.ckpt").roots
-    assert not moves(tmp_path, autosave=f"{tmp_path}/two/fault_tolerance/a.ckpt").roots
-    assert not Moves({"root": f"{tmp_path}/gone"}, {"root": f"{tmp_path}/two"}).roots
-    assert not Moves({}, {"root": f"{tmp_path}/two"}).roots
-    assert not Moves(None, {"root": f"{tmp_path}/two"}).roots
 
 
 def test_urls(tmp_path: Path) -> None:

@@ -52,14 +52,6 @@ def started(module: LightningModule, data: Any = None, *, seed: int = 1, **how: 
     return found[0]
 
 
-def test_same_start() -> None:
-    """Two fits that are created alike are exactly the same; without a seed the weights differ."""
-    one, other, unseeded = started(Given(lr=0.1)), started(Given(lr=0.1)), started(Given(lr=0.1), seed=2)
-    assert one.is_exactly(other.state_dict())
-    assert one.is_alike(unseeded.state_dict())
-    assert not one.is_exactly(unseeded.state_dict())
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -111,39 +103,3 @@ def test_data() -> None:
     assert not started(Given(), rows()).has_data(started(Given(), rows(first=1.0)).state_dict())
     nested = started(Given(), {"a": [rows(), rows(4)]})
     assert sorted(nested.data) == ["train.a.0", "train.a.1"]
-
-
-class Data(LightningDataModule):
-    """Has a fold."""
-
-    def __init__(self, fold: int) -> None:
-        super().__init__()
-        self.fold = fold
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return rows()
-
-
-def test_data_module() -> None:
-    """Its numbers count; its loaders are not created."""
-    one = started(Given(), Data(0))
-    assert one.data == {}
-    assert not one.has_core(started(Given(), Data(1)).state_dict())
-
-
-def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed of `seed_everything` counts."""
-    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
-    one = started(Given())
-    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
-    assert one.differs(started(Given()).state_dict()) == ["seed: '2' when it was saved, '1' now"]
-
-
-def test_draws_nothing() -> None:
-    """The generators are unchanged."""
-    torch.manual_seed(5)
-    module = Given()
-    before = torch.get_rng_state()
-    started_state = fingerprint._weights(module)
-    assert started_state
-    assert torch.equal(torch.get_rng_state(), before)

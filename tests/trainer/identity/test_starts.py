@@ -56,19 +56,6 @@ def test_launcher_that_runs_a_function(launcher: str, main: Any) -> None:
     assert start.is_killed_at_end is (launcher == "ray")
 
 
-def test_launcher_that_is_a_link(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installers may put links to their cache in the packages directory."""
-    packages, cache = tmp_path / "packages", tmp_path / "cache"
-    packages.mkdir()
-    cache.mkdir()
-    (cache / "main.py").touch()
-    (packages / "submitit").symlink_to(cache)
-    paths = {"purelib": packages}
-    monkeypatch.setattr(starts.sysconfig, "get_path", lambda name: str(paths.get(name, tmp_path / name)))
-    main(packages / "submitit" / "main.py")
-    assert start_of_process(["worker.py"], {}).is_one_of_many
-
-
 @pytest.mark.parametrize(
     ("names", "variables", "expected"),
     [
@@ -107,12 +94,6 @@ def test_child_of_multiprocessing() -> None:
     child.join()
     assert start.is_one_of_many
     assert not start.is_killed_at_end
-
-
-def test_worker_of_a_pool() -> None:
-    """A pool's worker is killed when the pool is left."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(start_of_process, (["train.py"], {})).is_killed_at_end
 
 
 def test_directory_that_the_script_changes_to(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,45 +144,6 @@ def test_what_only_the_load_finds_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, module, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
 
 
-class First(Net):
-    """Keeps what its first validation step creates, and what its loader's hook creates."""
-
-    first: Tensor | None = None
-    listed: list[int] | None = None
-
-    def val_dataloader(self) -> Any:
-        self.data = torch.rand(100_000)
-        return DataLoader(NoisyDataset(4), batch_size=4)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(NoisyDataset(20), batch_size=4)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        if self.first is None:
-            self.first, self.listed = torch.rand(4096), torch.randint(9, (4096,)).tolist()
-        super().validation_step(batch, batch_idx)
-
-
-def test_what_the_sanity_check_creates_continues(tmp_path: Path) -> None:
-    """It continues, whatever its size: a resumed run has no sanity check. Data of a loader's hook are not saved."""
-
-    def fit(module: First, *callbacks: Callback, **arguments: Any) -> None:
-        make_trainer([*callbacks], tmp_path, max_epochs=1, num_sanity_val_steps=1).fit(module, **arguments)
-
-    first, again, path = First(), First(), tmp_path / "saved.ckpt"
-    fit(first, FaultTolerance(tmp_path / "first"), SavesAt(path))
-    assert path.stat().st_size < 200_000
-    protected = FaultTolerance(tmp_path / "second")
-    torch.manual_seed(2)
-    fit(again, protected, ckpt_path=path)
-    assert protected.resume_report is not None
-    assert protected.resume_report.is_exact
-    assert first.first is not None
-    assert again.first is not None
-    assert torch.equal(again.first, first.first)
-    assert again.listed == first.listed
-
-
 class Turns(Net):
     """Alternates its values with an iterator, which can't be copied."""
 
@@ -326,13 +287,6 @@ def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
 BATCHES: Any = None
 
 
-def test_iterator_that_the_script_has_looked_at_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`dataiter = iter(loader)` at the top of a script, to see a batch, is not refused: training does not use it."""
-    monkeypatch.setattr(sys.modules[__name__], "BATCHES", iter(DataLoader(NoisyDataset(8), batch_size=4)))
-    next(BATCHES)
-    fit(tmp_path, Net(), [FaultTolerance(tmp_path / "strict")])
-
-
 def registered(path: Path, seen: dict[str, Any], **arguments: Any) -> FaultTolerance:
     """Return a callback that has `seen` as a registered state."""
     return FaultTolerance(path, **arguments).register("simulator", lambda: dict(seen), seen.update)
@@ -372,36 +326,3 @@ def test_bad_registrations_are_refused() -> None:
         protected.register("seen", dict, print)
     with pytest.raises(TypeError, match="must be functions"):
         protected.register("other", {}, print)  # type: ignore[arg-type]
-
-
-class Seen(NoisyDataset):
-    """Has a list that training fills."""
-
-    def __init__(self, length: int = 20) -> None:
-        super().__init__(length)
-        self.seen: list[int] = []
-
-
-class Fills(Net):
-    """Notes its steps on the data set."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.trainer.train_dataloader.dataset.seen.append(batch_idx)
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return loss
-
-
-@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
-def test_list_of_a_data_set_is_carried(tmp_path: Path, num_sanity_val_steps: int) -> None:
-    """The sanity check has not created a data set that comes with the loaders: changes of its lists are carried."""
-    path, data = tmp_path / "saved.ckpt", Seen()
-
-    def train(data: Seen, callbacks: list[Callback], **arguments: Any) -> None:
-        loaders = (DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
-        trainer = make_trainer(callbacks, tmp_path, max_epochs=1, num_sanity_val_steps=num_sanity_val_steps)
-        trainer.fit(Fills(), *loaders, **arguments)
-
-    train(data, [FaultTolerance(tmp_path / "first"), SavesAt(path)])
-    again = Seen()
-    train(again, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
-    assert again.seen == data.seen == [0, 1, 2, 3, 4]

@@ -84,8 +84,3 @@ def test_the_identity_is_that_of_the_content(is_directory: bool, tmp_path: Path)
         found.append(identity_of(path))
         assert identity_of(tmp_path / f"copy-{number}") == found[-1]
     assert found[0] != found[1]
-
-
-def test_a_url_has_no_identity() -> None:
-    """All ranks see the same object, so it is not transferred to compare it."""
-    assert identity_of("s3://bucket/autosave.ckpt") == ""

@@ -158,29 +158,3 @@ def test_another_scheduler_is_refused_where_its_state_does_not_fit(then: Make, n
     parent.run(5)
     with pytest.raises(BranchError):
         branch.branch(parent)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_arguments_of_a_scheduler_take_effect() -> None:
-    """From the next step on."""
-    parent, branch = Fit(lambda o: torchs.StepLR(o, 3)), Fit(lambda o: torchs.StepLR(o, 3, gamma=0.5))
-    parent.run(5)
-    assert branch.branch(parent) == ["StepLR.gamma: 0.1 when it was saved, 0.5 now"]
-    rates = [rate for rate, _ in branch.run(3)]
-    assert rates == pytest.approx([0.01, 0.005, 0.005])
-
-
-def test_another_optimizer_is_refused() -> None:
-    """Its state would not fit."""
-    parent, branch = Fit(None), Fit(None)
-    saved = parent.settings.state_dict()
-    saved["optimizers"][0]["class"] = "SGD"
-    with pytest.raises(BranchError, match="same optimizers as its parent: SGD when it was saved, AdamW now"):
-        branch.settings.apply(saved)
-
-
-def test_an_autosave_without_the_settings_changes_nothing() -> None:
-    """A checkpoint may not say how the optimizers were created."""
-    branch = Fit(None, rate=0.2)
-    [line] = branch.settings.apply(None)
-    assert "as they were saved" in line

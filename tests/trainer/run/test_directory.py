@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,11 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.errors import CheckpointError, RunInUseError
-from lightning_faulttolerant.storage.local import LocalStore
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
-from lightning_faulttolerant.trainer.run import directory as run_module
-from lightning_faulttolerant.trainer.run.directory import check_run_id, open_run, run_id_of
+from lightning_faulttolerant.trainer.run.directory import check_run_id, run_id_of
 
 ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
 
@@ -72,12 +68,6 @@ def test_variable_names_the_run() -> None:
         default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
 
 
-def test_an_argument_that_is_no_utf8_counts() -> None:
-    """A file name may have any bytes: Python replaces them with surrogates."""
-    one, two = (default_run_id(["train.py", os.fsdecode(b"caf" + byte)], {}) for byte in (b"\xe9", b"\xe8"))
-    assert check_run_id(one) != check_run_id(two)
-
-
 @pytest.mark.parametrize(
     ("own", "expected"), [(None, "drill-1-interrupted"), ("mine", "drill-1-interrupted-mine"), ("a" * 128, None)]
 )
@@ -120,18 +110,6 @@ def test_good_ids_are_kept(run_id: str) -> None:
     assert check_run_id(run_id) == run_id
 
 
-def test_fits_of_a_process_are_numbered(tmp_path: Path) -> None:
-    """The second fit of a script has its own directory, and the run is the same object."""
-    run = open_run(tmp_path, "numbered")
-    try:
-        assert open_run(tmp_path / "." / "x" / "..", "numbered") is run
-        directories = [run.begin_fit(keep_last=1).directory for _ in range(2)]
-        assert directories == [str(tmp_path / "numbered" / "fit-1"), str(tmp_path / "numbered" / "fit-2")]
-    finally:
-        run._lock.release()
-        run_module._runs.pop(run.directory)
-
-
 SCRIPT = """
 import os, sys
 from pathlib import Path
@@ -165,29 +143,3 @@ def test_autosaves_stay_when_the_script_raises(tmp_path: Path) -> None:
     """An uncaught exception, after fit too, leaves the autosaves for the next start."""
     assert "of the user" in end_of(tmp_path, "raises").stderr
     assert len(list(tmp_path.glob("run/fit-1/autosave-*.ckpt"))) == 1
-
-
-def test_second_process_is_refused(tmp_path: Path) -> None:
-    """While this process has the run, another process is refused and learns which process has it."""
-    run = open_run(tmp_path, "run")
-    try:
-        other = end_of(tmp_path, "ends")
-        assert other.returncode == 1
-        assert RunInUseError.__name__ in other.stderr
-        assert str(os.getpid()) in other.stderr
-    finally:
-        run._lock.release()
-        run_module._runs.pop(run.directory)
-
-
-def test_run_that_could_not_be_opened_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error after the lock is taken releases it: a second try in the same process is not refused as a second run."""
-
-    def fails(store: LocalStore) -> None:
-        raise OSError("the network is down")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "abort_uploads", fails)
-        with pytest.raises(CheckpointError, match="the network is down"):
-            open_run(tmp_path, "again")
-    open_run(tmp_path, "again")

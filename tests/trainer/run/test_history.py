@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
-import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -20,12 +16,11 @@ from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
-from lightning_faulttolerant.trainer.run import history as history_module, history_file
+from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run.directory import Script
-from lightning_faulttolerant.trainer.run.history import HistoryWriter, process_began, reason_of
+from lightning_faulttolerant.trainer.run.history import HistoryWriter, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
 from lightning_faulttolerant.trainer.signals import signal_reason, stopped_by
-from tests.processes import in_child
 from tests.records.made import Story
 
 HERE = Script(os.getpid(), "a-token-of-some-length")
@@ -65,16 +60,6 @@ def message(caplog: pytest.LogCaptureFixture) -> str:
 
 
 # The events of a fit.
-
-
-def test_rank_without_a_file_tells_nothing(trainer: Trainer) -> None:
-    """On ranks other than the first, nothing is ever due, and nothing is written."""
-    history = HistoryWriter(trainer)
-    history.begin(HERE)
-    history.start(None, None)
-    history.alive()
-    assert history.due_at == float("inf")
-    history.end(None)
 
 
 def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
@@ -134,22 +119,6 @@ def test_end_has_a_reason(exception: BaseException | None, reason: str, text: st
     assert len(told[1]) <= 300
 
 
-def test_start_of_a_process_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The system knows when a process was started; in an interactive one, earlier time does not count as training."""
-
-    def check() -> None:
-        assert before - 0.05 <= process_began(os.getpid()) <= time.time()
-        assert process_began(os.getppid()) < before
-
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/scripts/script.py", raising=False)
-    before = time.time()
-    assert in_child(check) == 0
-    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
-    process_began.cache_clear()
-    assert process_began(os.getppid()) == pytest.approx(process_began(os.getpid()))
-    process_began.cache_clear()
-
-
 # A file.
 
 
@@ -188,17 +157,6 @@ def test_history_that_cannot_be_written_is_announced_once(
     assert "training continues without" in message(caplog)
 
 
-def test_interrupt_is_not_held_back(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that a signal handler raises inside the history ends the fit as it would anywhere else."""
-
-    def raises(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(history_file, "append_line", raises)
-    with pytest.raises(KeyboardInterrupt):
-        HistoryWriter(trainer, LocalHistory(str(tmp_path))).begin(HERE)
-
-
 def test_long_file_is_shortened(tmp_path: Path) -> None:
     """A file never becomes much longer than allowed, and its summary stays the same."""
     story = Story().begin().start()
@@ -213,20 +171,6 @@ def test_long_file_is_shortened(tmp_path: Path) -> None:
     [chapter] = history_of(read_lines(file.path)).chapters
     assert chapter.fits[0].num_autosaves == 3000
     assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
-
-
-def test_file_that_cannot_become_shorter_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If all of it is needed, it is not rewritten for each line."""
-    calls = []
-    shorten = history_file.shortened
-    monkeypatch.setattr(history_file, "shortened", lambda *a, **k: calls.append(1) or shorten(*a, **k))
-    file = LocalHistory(str(tmp_path), max_bytes=100)
-    story = Story().begin()
-    for fit in range(1, 64):
-        story.begin(same=True, fit=fit)
-    for line in story.lines:
-        file.add(line)
-    assert 1 < len(calls) < 10
 
 
 # An object in a store.
@@ -245,84 +189,6 @@ def test_object_holds_the_lines_of_all_processes(url: str) -> None:
     assert stored(f"{url}/none") == []
 
 
-def test_end_of_a_script_whose_fits_were_elsewhere_is_noted(url: str) -> None:
-    """A process without its own lines, because its fits ran in others, notes its end after their lines."""
-    file = RemoteHistory(url, check=hold)
-    file.add(Story().begin().lines[0])
-    file.flush()
-    RemoteHistory(url, check=hold).close()
-    assert events(stored(url)) == ["begin", "done"]
-
-
-def count_replacements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows with each replacement of an object."""
-    calls: list[int] = []
-    replace = RemoteStore.replace
-
-    def counted(self: RemoteStore, name: str, content: bytes) -> None:
-        calls.append(len(content))
-        replace(self, name, content)
-
-    monkeypatch.setattr(RemoteStore, "replace", counted)
-    return calls
-
-
-def test_two_threads_that_add_at_once_begin_to_send_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sign of life and a background autosave may both find that the minute is over."""
-    file = RemoteHistory(url, check=hold)
-    is_other_there = threading.Barrier(2)
-
-    def wait_for_the_other() -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            is_other_there.wait(0.2)
-
-    monkeypatch.setattr(file, "_take_error", wait_for_the_other)
-    errors: list[BaseException] = []
-
-    def add(line: Line) -> None:
-        try:
-            file.add(line)
-        except RuntimeError as error:
-            errors.append(error)
-
-    lines = Story().begin().start().lines
-    threads = [threading.Thread(target=add, args=(line,)) for line in lines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    file.flush()
-    assert len(stored(url)) == 2
-
-
-def test_object_is_replaced_once_a_minute(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autosaves and signs of life wait until the minute is over; a start and an end do not."""
-    calls = count_replacements(monkeypatch)
-    file = RemoteHistory(url, check=hold)
-    story = Story().begin().start()
-    for line in story.lines:
-        file.add(line)
-        file._writer.wait()
-    assert len(calls) == 2
-    for _ in range(50):
-        story.train(10).alive().autosave(seconds=1)
-        for line in story.lines[-2:]:
-            file.add(line)
-    assert len(calls) == 2
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    file.add(story.alive().lines[-1])
-    file._writer.wait()
-    assert len(calls) == 3
-    file.flush()
-    assert len(calls) == 3
-    file.add(story.end().lines[-1])
-    file.flush()
-    assert len(calls) == 4
-    assert stored(url)[-1]["event"] == "end"
-
-
 def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
     """Of consecutive signs of life, only the newest is kept."""
     file = RemoteHistory(url, check=hold)
@@ -334,50 +200,6 @@ def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
     file.flush()
     assert events(stored(url)) == ["begin", "start", "alive"]
     assert stored(url)[-1]["time"] == 1050
-
-
-def test_long_object_is_shortened(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object never becomes longer than allowed, and its summary stays the same."""
-    sizes = count_replacements(monkeypatch)
-    file = RemoteHistory(url, check=hold, max_bytes=60_000, every_seconds=0.0)
-    story = Story().begin().start()
-    for _ in range(2000):
-        story.train(10, 5).autosave(seconds=0.25)
-    for line in story.lines:
-        file.add(line)
-    file.flush()
-    assert max(sizes) <= 60_000
-    assert len(file._lines) + len(file._earlier or ()) < 1000  # nor does the number of lines that are kept
-    [chapter] = history_of(stored(url)).chapters
-    assert chapter.fits[0].num_autosaves == 2000
-
-
-def test_store_that_fails_loses_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trainer: Trainer
-) -> None:
-    """Lines that could not be sent are sent later; an object that could not be read first is never overwritten."""
-    earlier = RemoteHistory(url, check=hold)
-    earlier.add({"event": "begin", "fit": 1, "time": 1.0})
-    earlier.flush()
-
-    def fails(*_: Any) -> None:
-        raise OSError("the network is down")
-
-    file = RemoteHistory(url, check=hold)
-    history = HistoryWriter(trainer, file, fit=1)
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(RemoteStore, "read", fails)
-        history.begin(HERE)
-        file._writer.wait()
-        history.start(None, None)
-        file._writer.wait()
-    assert "the network is down" in message(caplog)
-    with monkeypatch.context() as patch:
-        patch.setattr(RemoteStore, "replace", fails)
-        history.alive()
-        history.end(None)
-    file.flush()
-    assert events(stored(url)) == ["begin", "begin", "start", "alive", "end"]
 
 
 def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
@@ -393,15 +215,6 @@ def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog:
         history.file.close()
     assert stored(url) == []
     assert "taken over" in message(caplog)
-
-
-def test_history_in_s3_is_one_object(s3: str) -> None:
-    """The history uses the real API of a store: read, replace, read again."""
-    for _ in range(2):
-        file = open_history(f"{s3}/run", check=hold)
-        file.add({"event": "begin", "fit": 1, "time": 1.0})
-        file.flush()
-    assert events(stored(f"{s3}/run")) == ["begin", "begin"]
 
 
 BEGUN = {"event": "begin", "fit": 2}

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, VALIDATION, RunHistory
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, RunHistory
 from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.trainer.run.history_file import shortened, text_of
@@ -79,41 +79,6 @@ def test_weeks_of_autosaves_become_short() -> None:
     assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
 
 
-def test_thousands_of_validation_runs_become_short() -> None:
-    """Older validation runs become one line with their sums, and the account stays as it was."""
-    story = Story().begin().start()
-    for _ in range(5000):
-        story.train(10, 5).validate(3, 7)
-    lines = shortened(story.lines, max_bytes=10**6)
-    runs = [line for line in lines if line["event"] == VALIDATION]
-    assert len(runs) == 201
-    first = runs[0]
-    assert (first["number"], first["seconds"], first["num_batches"]) == (4800, 4800 * 3, 4800 * 7)
-    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
-
-
-def test_longest_of_many_is_remembered() -> None:
-    """The sum of autosaves names the one that training waited for longest, shortened once or twice."""
-    story = Story().begin().start()
-    for seconds in (1, 2, 9, 3, 1, 1, 1):
-        story.train(10, 5).autosave(seconds=seconds)
-    lines = shortened(shortened(story.lines, max_bytes=10**6, num_kept=4), max_bytes=10**6, num_kept=1)
-    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
-    assert (sums["number"], sums["longest"]["seconds"], sums["longest"]["batch"]) == (6, 9, 15)
-
-
-def test_slow_ranks_are_remembered() -> None:
-    """The sum of autosaves says how often each rank was slow, and by how much on average."""
-    story = Story().begin().start()
-    for share in (0.5, 0.3, 0.4, 0.4):
-        slow = {"rank": 1, "section": "data", "slower": share, "number": 1}
-        story.train(10, 5).autosave(slow=[slow]).train(10, 5).autosave()
-    lines = shortened(shortened(story.lines, max_bytes=10**6, num_kept=3), max_bytes=10**6, num_kept=1)
-    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
-    [slow] = sums["slow"]
-    assert (slow["rank"], slow["section"], slow["number"], round(slow["slower"], 6)) == (1, "data", 4, 0.4)
-
-
 def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
     """If there are too many processes, the oldest are forgotten, and this is recorded, once and again."""
     story = Story()
@@ -131,38 +96,3 @@ def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
     history = history_of(parse_lines(text_of(lines)))
     assert history.num_forgotten == 600 - sum(len(chapter.processes) for chapter in history.chapters)
     assert lines[0]["since"] == 1000
-
-
-def test_the_last_process_always_stays() -> None:
-    """A single process with many lines is not forgotten."""
-    story = Story().begin().start().end().done().begin().start()
-    for fit in range(2, 100):
-        story.end().begin(same=True, fit=fit).start()
-    lines = shortened(story.lines, max_bytes=100)
-    assert [len(chapter.processes[0].fits) for chapter in history_of(lines).chapters] == [99]
-
-
-def test_a_start_from_an_autosave_of_an_earlier_chapter_keeps_its_account() -> None:
-    """The marks of the chapter itself, which give the time of the place of such an autosave, are kept."""
-    story = Story().begin().start().train(0, 4).autosave()
-    name = story.newest
-    story.autosave().begin().begin().start().train(1, 1).alive().end("stopped by SIGTERM")
-    story.begin().start(resumed=0.0, name=name, batch=4)
-    lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
-    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
-    assert accounts_of(history_of(lines))[-1].training == 1.0
-
-
-def test_a_run_that_was_continued_inside_keeps_its_own_line() -> None:
-    """What ran again in it can still be told when later runs of the process have become a sum."""
-    story = Story().begin().start().validate(10, 10, ends=False).autosave()
-    name = story.newest
-    story.validate(5, 5)
-    for _ in range(3):
-        story.train(1).validate(2, 2)
-    story.alive().begin().start(resumed=0.0, name=name, evaluated=10).validate(5, 5, first=10).end()
-    lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
-    assert len(lines) < len(story.lines)
-    [found] = again_in(history_of(lines))
-    assert [each.num_again for each in found] == [5 + 3 * 2]
-    assert found == again_in(history_of(story.lines))[0]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.trainer.resume.report import ResumeReport
-from lightning_faulttolerant.trainer.run.directory import Script, open_run, this_script
+from lightning_faulttolerant.trainer.run.directory import Script, open_run
 from tests.processes import in_child, run
 
 
@@ -31,29 +30,6 @@ def test_fits_are_counted_across_processes(script: Script) -> None:
     assert (script.begun("here"), script.num_open("here")) == ([1, 2], 1)
     assert (script.begun("there"), script.num_open("there")) == ([], 0)
     assert script.directories() == ["here"]
-
-
-def test_report_comes_back_as_it_was(script: Script) -> None:
-    """A report comes back with its tuples; a fit that began from the beginning has none."""
-    report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, restored=("c",), not_exact=("d",))
-    assert ResumeReport.load(script.report(1)) is None
-    script.tell_report(1, {name: getattr(report, name) for name in ResumeReport.__dataclass_fields__})
-    assert ResumeReport.load(script.report(1)) == report
-    assert script.report(2) is None
-    script.tell_report(1, None)
-    assert script.report(1) is None
-
-
-def test_process_is_told_from_its_children() -> None:
-    """A forked process has another script than its parent once it asks."""
-    own = this_script(lambda script: None)
-    assert this_script(lambda script: None) is own
-    assert in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own)) == 0
-    assert not own.is_elsewhere
-
-
-def _assert(holds: bool) -> None:
-    assert holds
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["all-end", "one-fails"])

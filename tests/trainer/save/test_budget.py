@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records.history_parser import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
-from tests.runs import fit_eight
 
 
 class Run:
@@ -124,13 +121,6 @@ def test_first_save_does_not_set_the_pace() -> None:
     assert len(run.saves) >= 30
 
 
-def test_one_slow_save_is_spread_over_those_after_it() -> None:
-    """One save of 5 s among saves of 0.2 s doesn't stop saving for 500 s."""
-    run = Run(save_seconds=lambda number: 5.0 if number == 40 else 0.2)
-    run.train(3000)
-    assert 20 < max(run.intervals()) < 90
-
-
 def test_slow_store_gets_its_share_and_no_more() -> None:
     """If each save takes 30 s, some saves in the first hours cost more than the share, but later ones don't."""
     run = Run(save_seconds=lambda number: 30.0)
@@ -150,34 +140,11 @@ def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_s
     assert run.saves[0] <= 30.2
 
 
-def test_resumed_run_does_not_save_what_it_has_read() -> None:
-    """The first save comes when there is something new, soon after the start."""
-    run = Run(is_resumed=True, start_seconds=4.0)
-    run.train(30)
-    assert run.saves[0] == pytest.approx(2.0, abs=0.2)
-    assert run.saves[1] - run.saves[0] <= 2.4
-
-
 def test_very_short_run_saves_once() -> None:
     """A run that takes less time than its start does not make a second save."""
     run = Run(start_seconds=6.0)
     run.train(2.5)
     assert len(run.saves) == 1
-
-
-def test_captures_that_must_be_taken_do_not_put_off_saves_for_ever() -> None:
-    """If captures at each boundary take more than the whole budget, saves still get half of it."""
-    run = Run(capture_seconds=0.05, captures_always=True)
-    run.train(2000)
-    assert run.intervals()[-1] <= 2 * 20.2
-
-
-def test_captures_have_all_of_it_where_an_interval_says_when_to_save() -> None:
-    """With every_n_train_steps the user decides how often to save: captures have the whole budget."""
-    run = Run(0.1, capture_seconds=0.01, batch_seconds=0.01, paces_saves=False)
-    run.budget.save_at = float("inf")
-    run.train(100)
-    assert 0.07 < run.seconds_captured / 100 <= 0.1001
 
 
 def test_share_of_one_is_no_limit() -> None:
@@ -219,21 +186,6 @@ def test_failures_set_the_interval_by_youngs_formula() -> None:
     assert run.intervals()[-1] == pytest.approx(20.4, abs=0.5)  # the process lives, so the distance grows a little
 
 
-def test_rare_failures_let_saves_be_rarer_than_the_budget_does() -> None:
-    """With one failure in a million seconds, saves of 0.2 s come each 632 s rather than each 20 s."""
-    run = Run(failures=Failures(number=1, seconds=1e6), batch_seconds=1.0)
-    run.train(10_000)
-    assert run.intervals()[-1] == pytest.approx(636, rel=0.01)
-
-
-def test_without_a_failure_the_budget_sets_the_interval() -> None:
-    """Time without a failure changes nothing, nor does the cost of earlier saves."""
-    with_none, as_today = Run(failures=Failures(seconds=1e5, save_seconds=7.0)), Run()
-    for run in (with_none, as_today):
-        run.train(600)
-    assert with_none.saves == as_today.saves
-
-
 def test_resumed_run_saves_as_soon_as_its_failures_require() -> None:
     """What a save costs is known from the history: the first one comes neither late nor by its own cold cost."""
     run = Run(
@@ -245,44 +197,3 @@ def test_resumed_run_saves_as_soon_as_its_failures_require() -> None:
     run.train(30)
     assert run.saves[0] == pytest.approx(1.2, abs=0.11)
     assert run.intervals()[0] == pytest.approx(5.0 + 1.3, abs=0.2)
-
-
-def test_saves_that_take_longer_than_the_run_lives_do_not_stop() -> None:
-    """If a save takes as long as a process lives, one comes each lifetime."""
-    run = Run(failures=Failures(number=100, seconds=1000.0, save_seconds=20.0), save_seconds=lambda number: 20.0)
-    run.train(300)
-    assert run.intervals()[-1] == pytest.approx(20 + 13, abs=1)
-
-
-def test_clock_is_one_that_goes_forward() -> None:
-    """By default, the budget measures real time."""
-    budget = Budget(0.5)
-    began = budget.now()
-    assert budget.spend_on_save(began) >= 0.0
-
-
-def test_capture_that_comes_early_puts_off_the_next_one_for_both() -> None:
-    """A capture at the start of a validation run may come before its time. The one after it waits for both."""
-    run = Run(0.02)
-    for _ in range(2):
-        began = run.now
-        run.now += 1
-        run.budget.spend_on_capture(began)
-    assert run.budget.capture_at == pytest.approx(1001 + 2 * 99)
-
-
-@pytest.mark.parametrize(("budget", "least", "most"), [(0.0001, 1, 2), (1.0, 4, 100)])
-def test_validation_runs_keep_the_budget(
-    budget: float, least: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight batches with four validation runs: a small budget pays for one capture in training and one at a start."""
-    taken: list[float] = []
-    original = Budget.spend_on_capture
-
-    def spend(self: Budget, began: float) -> None:
-        taken.append(began)
-        original(self, began)
-
-    monkeypatch.setattr(Budget, "spend_on_capture", spend)
-    fit_eight([FaultTolerance(tmp_path, overhead_budget=budget)], tmp_path, val_check_interval=2)
-    assert least <= len(taken) <= most

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import http.server
 import os
-import pickle
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, FaultTolerance, UnsafeCheckpointError
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
 from lightning_faulttolerant.trainer.files import compat
-from tests.data_sets import NoisyDataset
-from tests.runs import Net, fit_net, make_trainer
+from tests.runs import Net, fit_net
 
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
 
@@ -106,16 +98,6 @@ def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
         AtomicCheckpointIO(weights_only=False).load_checkpoint(path)
 
 
-def test_missing_file_is_the_error_that_it_is_in_lightning(tmp_path: Path) -> None:
-    """Type and message are the same as in Lightning."""
-    messages = []
-    for plugin in (TorchCheckpointIO(), AtomicCheckpointIO()):
-        with pytest.raises(FileNotFoundError) as caught:
-            plugin.load_checkpoint(tmp_path / "none.ckpt")
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
-
-
 class RunsCode:
     """Its pickle creates a directory when it is loaded."""
 
@@ -143,35 +125,6 @@ def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
     assert made.exists()
 
 
-def test_map_location_is_torchs(tmp_path: Path) -> None:
-    """By default tensors come back to main memory; the caller's `map_location` wins."""
-    path = tmp_path / "a.ckpt"
-    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
-    assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].device.type == "cpu"
-    loaded = AtomicCheckpointIO().load_checkpoint(path, map_location="meta")
-    assert loaded["state_dict"]["weight"].device.type == "meta"
-
-
-def test_directory_is_lightnings_affair(tmp_path: Path) -> None:
-    """A sharded checkpoint behaves as in Lightning, and is removed whole."""
-    (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded/.metadata").touch()
-    kinds = []
-    for plugin in (TorchCheckpointIO(), AtomicCheckpointIO()):
-        with pytest.raises(OSError, match="directory") as caught:
-            plugin.load_checkpoint(tmp_path / "sharded")
-        kinds.append(caught.type)
-    assert kinds[0] is kinds[1]
-    AtomicCheckpointIO().remove_checkpoint(tmp_path / "sharded")
-    assert not list(tmp_path.iterdir())
-
-
-def test_storage_options_are_refused(tmp_path: Path) -> None:
-    """They are refused, as in Lightning."""
-    with pytest.raises(TypeError, match="storage_options"):
-        AtomicCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt", storage_options={"a": 1})
-
-
 def test_url_of_another_file_system() -> None:
     """A URL is saved to, loaded, verified and removed like a path."""
     url = "memory://of_checkpoint_io/a.ckpt"
@@ -181,39 +134,6 @@ def test_url_of_another_file_system() -> None:
     plugin.remove_checkpoint(url)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found: memory://"):
         plugin.load_checkpoint(url)
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a directory without log output."""
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[str]:
-    """Yield the address of a web server for `tmp_path`."""
-    handler = functools.partial(Handler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_port}"
-        served.shutdown()
-
-
-def test_checkpoint_of_a_web_server(server: str, tmp_path: Path) -> None:
-    """It is loaded and verified with weights_only=True; Lightning would run code in it."""
-    plugin = AtomicCheckpointIO()
-    plugin.save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt")
-    assert plugin.load_checkpoint(f"{server}/a.ckpt")["epoch"] == 1
-    damage(tmp_path / "a.ckpt")
-    with pytest.raises(DamagedCheckpointError):
-        plugin.load_checkpoint(f"{server}/a.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: http://.*/none\.ckpt"):
-        plugin.load_checkpoint(f"{server}/none.ckpt")
-    plugin.save_checkpoint({"code": RunsCode(tmp_path / "made")}, tmp_path / "b.ckpt")
-    with pytest.raises(UnsafeCheckpointError):
-        plugin.load_checkpoint(f"{server}/b.ckpt")
-    assert not (tmp_path / "made").exists()
 
 
 # Under a Trainer.
@@ -280,20 +200,6 @@ def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None
     assert trainer.strategy.checkpoint_io is plugin
 
 
-def test_it_is_put_back_after_a_fit_that_fails(tmp_path: Path) -> None:
-    """After an exception too, the strategy has Lightning's plugin again."""
-
-    class Fails(Net):
-        def on_train_start(self) -> None:
-            raise ZeroDivisionError
-
-    trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path)
-    loader = DataLoader(NoisyDataset(20), batch_size=4)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Fails(), loader, loader)
-    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
-
-
 class Configured(Net):
     """Has a hyperparameter that is not a plain value."""
 
@@ -319,17 +225,6 @@ def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
     assert trainer.global_step == 10
 
 
-def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
-    """Since Lightning 2.6, `fit(weights_only=False)` allows it; earlier versions have no such argument."""
-    path = file_of_before(tmp_path)
-    trainer = make_trainer([FaultTolerance(tmp_path / "a")], tmp_path)
-    loader = DataLoader(NoisyDataset(20), batch_size=4)
-    refused = nullcontext() if compat.HAS_WEIGHTS_ONLY else pytest.raises(UnsafeCheckpointError)
-    with refused:
-        trainer.fit(Configured(), loader, loader, ckpt_path=path, **compat.weights_only_argument(False))
-    assert trainer.global_step == (10 if compat.HAS_WEIGHTS_ONLY else 0)
-
-
 def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
     """A fit with the callback does not continue from damaged weights."""
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
@@ -339,46 +234,3 @@ def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.ckpt").write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
         fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")
-
-
-def test_best_after_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
-    """`test(ckpt_path="best")` after fit works as it does without the callback."""
-    saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss")
-
-    class Tested(Net):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("tested", self.layers(batch).mean())
-
-    callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
-    trainer = fit_net(callbacks, tmp_path, module=Tested(), enable_checkpointing=True, max_epochs=1)
-    [results] = trainer.test(ckpt_path="best", dataloaders=DataLoader(NoisyDataset(4)))
-    assert "tested" in results
-
-
-class Sought(Configured):
-    """Has a learning rate that a finder can search for."""
-
-    def __init__(self, space: Any = None) -> None:
-        super().__init__(space)
-        self.lr = 0.01
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), self.lr)
-
-
-def test_finder_restores_what_it_saved_as_without_us(tmp_path: Path) -> None:
-    """A file that a finder has just written is read as Lightning reads it, whatever the hyperparameters hold."""
-
-    def fit(callbacks: list[Callback], name: str) -> tuple[str, Any]:
-        (tmp_path / name).mkdir()
-        seed_everything(1, verbose=False)
-        module = Sought(argparse.Namespace(a=1))
-        try:
-            fit_net([LearningRateFinder(num_training_steps=3), *callbacks], tmp_path / name, module=module)
-        except pickle.UnpicklingError:
-            return "refused", None
-        return "trained", [parameter.tolist() for parameter in module.parameters()]
-
-    without = fit([], "without")
-    assert without[0] == ("refused" if compat.HAS_WEIGHTS_ONLY else "trained")  # since 2.6 Lightning itself refuses
-    assert fit([FaultTolerance(tmp_path / "autosaves", strict=False)], "with") == without

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, TrainerPosition
+from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
 from lightning_faulttolerant.trainer.save.kept_steps import KeptSteps
 
 EVERY = 3
@@ -72,16 +72,6 @@ def test_each_multiple_is_due_and_kept_once(fit: Run) -> None:
     assert kept == [3, 6, 9]
 
 
-def test_a_multiple_that_could_not_be_saved_is_kept_by_the_next_save(fit: Run) -> None:
-    """A full disk costs a few steps, not the multiple, and it does not make each step save."""
-    assert fit.save(fit.go_to(3), succeeds=False)
-    position = fit.go_to(4)
-    assert not fit.kept.is_due()
-    assert fit.save(position, succeeds=False)
-    assert fit.save(fit.go_to(5))
-    assert not fit.save(fit.go_to(5))
-
-
 def test_a_multiple_that_could_not_be_saved_is_tried_again_after_1_2_and_4_steps(fit: Run) -> None:
     """Or it would be lost where no save is due before the next multiple. A save that succeeds ends that."""
     tried = []
@@ -104,35 +94,3 @@ def test_a_capture_from_before_a_multiple_is_not_kept_for_it(fit: Run) -> None:
     assert not fit.save(capture)
     assert fit.kept.is_due()
     assert fit.save(fit.go_to(3))
-
-
-def test_a_capture_of_an_earlier_epoch_is_not_kept_for_a_multiple_of_this_one(fit: Run) -> None:
-    """Where no number of the state is known, the multiple waits for the next save."""
-    assert fit.save(fit.go_to(3))
-    capture = fit.go_to(4)
-    fit.go_to(6)
-    assert not fit.save(capture)
-    assert fit.kept.is_due()
-
-
-def test_the_end_of_a_fit_is_not_kept(fit: Run) -> None:
-    """Nothing can be replayed from there."""
-    assert not fit.save(fit.go_to(6, FINISHED))
-
-
-def test_a_fit_that_continues_does_not_keep_the_multiples_before_it() -> None:
-    """They are counted from the beginning of the run, and the state of the start is saved already."""
-    fit = Run(counts_steps=True)
-    position = fit.go_to(7)
-    fit.kept = KeptSteps(fit.trainer, EVERY)
-    assert not fit.save(position)
-    assert fit.save(fit.go_to(9))
-
-
-def test_without_keep_every_nothing_is_kept() -> None:
-    """No step is due, and no save is kept."""
-    fit = Run(counts_steps=True)
-    fit.kept = KeptSteps(fit.trainer, None)
-    position = fit.go_to(6)
-    assert not fit.kept.is_due()
-    assert not fit.save(position)

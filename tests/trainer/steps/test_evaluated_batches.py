@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,31 +103,6 @@ def test_batches_of_all_loaders_are_counted_together(tmp_path: Path) -> None:
     end = fits_in(tmp_path)[1].end
     assert end is not None
     assert end["returned"] == {"number of predictions": 3, "predictions": digest(predicted)}
-
-
-def test_predictions_that_are_not_returned_are_not_at_the_end(tmp_path: Path) -> None:
-    """With ``return_predictions=False`` each prediction is in its line only."""
-    torch.manual_seed(1)
-    own = with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves")
-    make_trainer([own], tmp_path).predict(Evaluated(), loader(), return_predictions=False)
-    [fit] = fits_in(tmp_path)
-    assert fit.end is not None
-    assert (fit.end["returned"], len(fit.of("evaluated"))) == ({}, 3)
-
-
-class Fetches(Evaluated):
-    """Fetches the batches of its test itself."""
-
-    def test_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
-        next(dataloader_iter)
-
-
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-def test_a_step_that_fetches_by_itself_has_a_content(tmp_path: Path) -> None:
-    """The content is that of the batches that the step has fetched."""
-    run_script(tmp_path, "test", module=Fetches())
-    contents = [line["content"] for line in fits_in(tmp_path)[0].of("evaluated")]
-    assert len(set(contents)) == len(contents) == 3
 
 
 def test_the_sanity_check_is_left_out(tmp_path: Path) -> None:

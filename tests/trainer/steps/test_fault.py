@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
 
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace
@@ -74,16 +73,6 @@ def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytes
         assert not {"backward", "on_batch_end"} & vars(owner).keys()
 
 
-def test_a_validation_batch_is_not_the_one_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A validation run between two batches has its own batches, which don't count."""
-    monkeypatch.setenv(FAULT_VARIABLE, "1:0:2:end")
-    with pytest.raises(DrillFault):
-        fit_with(tmp_path, val_check_interval=2, max_epochs=1)
-    [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
-    assert len(fit.of("batch")) == 3
-    assert len(fit.of("validated")) == 1
-
-
 @pytest.mark.parametrize("place", ["2:0:1:start", "1:5:0:start", "1:0:99:end"])
 def test_a_place_that_no_fit_comes_by_is_passed_over(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,23 +81,6 @@ def test_a_place_that_no_fit_comes_by_is_passed_over(
     monkeypatch.setenv(FAULT_VARIABLE, place)
     fit_with(tmp_path, max_epochs=1)
     assert read_ledger(tmp_path / "ledger.jsonl").fits[0].end is not None
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_a_step_without_a_loss_does_not_meet_the_fault_of_the_step_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A skipped batch has no backward pass, so nothing is raised."""
-
-    class Skips(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 1 else loss
-
-    monkeypatch.setenv(FAULT_VARIABLE, "1:0:1:step")
-    fit_with(tmp_path, module=Skips(), max_epochs=1)
-    losses = [line["loss"] for line in read_ledger(tmp_path / "ledger.jsonl").fits[0].of("batch")]
-    assert [loss is None for loss in losses[:3]] == [False, True, False]
 
 
 @pytest.mark.parametrize("text", ["", "1:2:3", "1:2:3:middle", "a:2:3:start", "1:2:3:start:4", "-1:2:3:end"])
@@ -120,13 +92,6 @@ def test_a_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch
             fit_with(tmp_path, max_epochs=1)
     else:
         fit_with(tmp_path, max_epochs=1)
-
-
-@pytest.mark.parametrize("hook", ["step", "end"])
-def test_an_evaluation_has_one_hook(hook: str) -> None:
-    """Exceptions are raised only before the step of a batch of an evaluation; another hook is an error."""
-    with pytest.raises(ValueError, match=rf"must end with :start in an evaluation.*got '1:0:2:3:{hook}'"):
-        FaultPlace.parse(f"1:0:2:3:{hook}")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_faulttolerant.trainer.steps.digests import digest
-from tests.data_sets import NoisyDataset, Squares, Unsized
+from tests.data_sets import Unsized
 from tests.ledgers import FitLines, read_ledger, with_ledger
 from tests.runs import Fetches, Net, TwoLoaders, fit_net
 
@@ -173,16 +172,6 @@ def test_the_first_line_says_what_fit_it_is(usual: FitLines) -> None:
     assert usual.resumed is None
 
 
-def test_autosaves_are_there_as_they_are_verified(usual: FitLines) -> None:
-    """The first one comes before the first batch, the last one after the last batch; each names its file."""
-    saved = usual.of("autosave")
-    assert usual.events[0] == saved[0]
-    assert (saved[0]["epoch"], saved[0]["batch"], saved[0]["text"]) == (0, 0, "before batch 0 of epoch 0")
-    assert saved[-1]["text"] == "after the end of the fit"
-    assert usual.events[-2] == saved[-1]
-    assert "fit-1" in saved[0]["path"]
-
-
 # The order of samples, for loaders of each kind.
 
 
@@ -242,22 +231,6 @@ def test_order_is_the_indices_of_the_batch(kind: str, tmp_path: Path) -> None:
     assert orders_of(ledger_of(tmp_path, **arguments())) == expected
 
 
-@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
-def test_order_is_of_the_loaders_that_the_batch_is_of(tmp_path: Path) -> None:
-    """A loader that contributes nothing to a batch is not part of its order, whatever it yielded before."""
-    loaders = {"a": DataLoader(Rows(4), batch_size=2), "b": DataLoader(Rows(2), batch_size=2)}
-    fit = ledger_of(tmp_path, train=CombinedLoader(loaders, "max_size"), module=TwoLoaders())
-    assert orders_of(fit) == dealt({"train/0": [0, 1], "train/1": [0, 1]}, {"train/0": [2, 3]})
-
-
-def test_an_iterable_data_set_has_no_order(tmp_path: Path) -> None:
-    """Without indices there is no order; the content is still written."""
-    fit = ledger_of(tmp_path, train=DataLoader(Squares(), batch_size=16))
-    assert orders_of(fit) == [None, None]
-    assert fit.begun["num_batches"] is None
-    assert len({line["content"] for line in fit.of("batch")}) == 2
-
-
 class Manual(Net):
     """Steps the optimizer itself, and returns nothing."""
 
@@ -292,32 +265,3 @@ def test_content_is_that_of_before_the_step(usual: FitLines, tmp_path: Path) -> 
     """Changes that a step makes to its batch are not in the content."""
     contents = [[line["content"] for line in fit.of("batch")] for fit in (usual, ledger_of(tmp_path, module=Spoils()))]
     assert contents[0] == contents[1]
-
-
-def test_several_validation_loaders_are_all_in_the_content(tmp_path: Path) -> None:
-    """Their batches are counted together, and their values one set of results."""
-
-    class Several(Net):
-        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-            super().validation_step(batch, batch_idx)
-
-    def validation(shift: float) -> FitLines:
-        loaders = [DataLoader(Rows(4), batch_size=4), DataLoader(Rows(4, shift=shift), batch_size=4)]
-        return ledger_of(tmp_path, module=Several(), validation=loaders)
-
-    one, other = validation(0.0), validation(0.5)
-    contents = [[line["content"] for line in fit.of("evaluated")] for fit in (one, other)]
-    assert contents[0][0] == contents[1][0]
-    assert contents[0][1] != contents[1][1]
-    assert [line["validation_batch"] for line in one.of("evaluated")] == [1, 2]
-    assert one.of("validated")[0]["metrics"].keys() == {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"}
-
-
-def test_noise_of_workers_is_in_the_content_only(tmp_path: Path) -> None:
-    """Another base seed of the workers leaves the order unchanged, but changes the samples."""
-    first, second = (
-        ledger_of(tmp_path, train=DataLoader(NoisyDataset(8), batch_size=4, num_workers=2), seed=seed)
-        for seed in (1, 2)
-    )
-    assert orders_of(first) == orders_of(second)
-    assert first.of("batch")[0]["content"] != second.of("batch")[0]["content"]

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.process import VARIABLE
-from lightning_faulttolerant.trainer.steps.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
-from tests.data_sets import NoisyDataset
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, eight_batches, fit_net, make_trainer
+from tests.runs import Net, eight_batches, fit_net
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
@@ -46,14 +40,6 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(read_ledger(path).fits) == 1
     fit_once(tmp_path, with_ledger(other, tmp_path / "saves", run_id="other"))
     assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
-
-
-def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variable, or with an empty one, no ledger is written next to the autosaves."""
-    monkeypatch.setenv(LEDGER_VARIABLE, "")
-    monkeypatch.chdir(tmp_path)
-    fit_once(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["saves"]
 
 
 def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,87 +70,6 @@ def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
         fit_once(tmp_path, with_ledger("/dev/full", tmp_path / "saves"))
 
 
-class FailsOnce(Callback):
-    """Raises in the first fit, and again in the hook of the exception, so the later callbacks are not called."""
-
-    def __init__(self) -> None:
-        self.fails = True
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.fails:
-            raise ZeroDivisionError
-
-    def on_exception(self, *args: Any) -> None:
-        self.fails = False
-        raise KeyError
-
-
-@pytest.mark.parametrize("switch", ["off", "on"])
-def test_a_fit_whose_end_nobody_told_is_over(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next fit of the same trainer writes each batch once, and both fits leave nothing on the trainer."""
-    if switch == "off":
-        monkeypatch.setenv(VARIABLE, "0")
-    # In a separate process: Lightning leaves its signal handlers installed when an `on_exception` raises.
-    ended = run(lambda: (_fail_and_fit_again(tmp_path, switch), os._exit(0)))
-    assert ended.exit_code == 0, ended.output
-
-
-def _fail_and_fit_again(directory: Path, run_id: str) -> None:
-    path = directory / "ledger.jsonl"
-    callbacks = [FailsOnce(), with_ledger(path, directory / "saves", run_id=run_id)]
-    trainer = make_trainer(callbacks, directory, **SHORT)
-    loaders = [DataLoader(NoisyDataset(), batch_size=4), DataLoader(NoisyDataset(8), batch_size=4)]
-    module = Net()
-    with pytest.raises(KeyError):
-        trainer.fit(module, *loaders)
-    trainer.fit(module, *loaders)
-    _, fit = read_ledger(path).fits
-    assert [line["batch"] for line in fit.of("batch")] == [0, 1]
-    for owner in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.strategy):
-        assert not [name for name, value in vars(owner).items() if callable(value) and hasattr(value, "__closure__")]
-
-
-class Listener(Logger):
-    """A user's logger that takes its arguments by keyword only and has its own default."""
-
-    name, version = "listener", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[Any] = []
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_metrics(self, *, metrics: Any, step: Any = "none") -> None:
-        self.heard.append((metrics, step))
-
-
-class GivesAnything(Callback):
-    """Gives its logger a value that is not a dictionary of numbers."""
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        for metrics in ({"rows": np.arange(3), 1: 2.0}, [("a", 1)], None):
-            trainer.loggers[0].log_metrics(metrics=metrics)  # type: ignore[arg-type]
-        trainer.loggers[0].log_metrics(metrics={}, step=torch.tensor(3))  # type: ignore[arg-type]
-
-
-def test_a_logger_gets_what_it_would_get_without(tmp_path: Path) -> None:
-    """The arguments arrive unchanged, whatever they contain, and differ from others in the ledger."""
-    heard = []
-    path = tmp_path / "ledger.jsonl"
-    for ledger in (None, path):
-        logger = Listener()
-        seed_everything(1, verbose=False)
-        callback = with_ledger(ledger, tmp_path / "saves", run_id=f"run-{ledger is None}")
-        fit_once(tmp_path, callback, GivesAnything(), logger=logger)
-        heard.append(repr(logger.heard))
-    assert heard[0] == heard[1]
-    own = [line for line in read_ledger(path).fits[0].of("log") if line["logger"] == "Listener"]
-    assert [line["step"] for line in own[:4]] == [None, None, None, 3]
-    assert own[0]["metrics"] == {"1": (2.0).hex(), "rows": digest(np.arange(3))}
-
-
 def test_a_url_is_refused() -> None:
     """Lines can't be appended to an object in a store: creating the callback raises an error."""
     with pytest.raises(ValueError, match="PL_FAULT_TOLERANT_LEDGER must be a local file"):
@@ -193,44 +98,6 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
         assert other.end is not None
         assert {**one.end, "time": 0} == {**other.end, "time": 0}
         assert not other.of("batch")
-
-
-class Noting(Callback):
-    """Notes the attributes of all objects that a ledger reads, during a fit and after it."""
-
-    def owners(self, trainer: Trainer) -> list[Any]:
-        epoch_loop = trainer.fit_loop.epoch_loop
-        connector = trainer._logger_connector
-        loops = (trainer.fit_loop, epoch_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
-        return [connector, trainer.strategy, *loops, *trainer.loggers]
-
-    def names(self, trainer: Trainer) -> list[set[str]]:
-        return [set(vars(owner)) for owner in self.owners(trainer)]
-
-
-@pytest.mark.parametrize("ends", ["well", "by-an-exception"])
-def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
-    """After the fit, all objects have the attributes that they have after a fit without a ledger."""
-
-    class Fails(Net):
-        def on_train_epoch_end(self) -> None:
-            if ends != "well":
-                raise ZeroDivisionError
-
-    def behind(path: Path | None) -> list[set[str]]:
-        logger = CSVLogger(tmp_path / f"logs-{path is None}")
-        module = Fails()
-        try:
-            callback = with_ledger(path, tmp_path / f"saves-{path is None}")
-            fit_once(tmp_path, callback, module=module, logger=logger)
-        except ZeroDivisionError:
-            assert ends != "well"
-        return Noting().names(module.trainer)
-
-    assert behind(tmp_path / "ledger.jsonl") == behind(None)
-    assert not [path for path in Path("/proc/self/fd").iterdir() if os.path.realpath(path).endswith("ledger.jsonl")]
-    [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
-    assert (fit.end is not None) == (ends == "well")
 
 
 def test_checkpoints_are_as_without(tmp_path: Path) -> None:
@@ -282,12 +149,6 @@ def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypa
     assert [line["batch"] for line in fit.of("batch")] == [0, 1, 2]
 
 
-def test_the_path_travels_to_other_processes(tmp_path: Path) -> None:
-    """If Lightning starts processes for a fit, the callback is pickled and still knows its ledger there."""
-    callback = pickle.loads(pickle.dumps(with_ledger(tmp_path / "ledger.jsonl")))
-    assert callback._options.ledger == str(tmp_path / "ledger.jsonl")
-
-
 # With fault tolerance switched off.
 
 
@@ -319,23 +180,6 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
             "end",
         ]
         assert all(line["order"] is None and line["content"] for line in fit.of("batch"))
-
-
-@pytest.mark.usefixtures("is_off")
-def test_switched_off_it_is_closed_by_an_exception(tmp_path: Path) -> None:
-    """After an exception nothing is left, and the next fit has a ledger again."""
-    callback = with_ledger(tmp_path / "ledger.jsonl")
-
-    class Fails(Net):
-        def on_train_epoch_end(self) -> None:
-            raise ZeroDivisionError
-
-    module = Fails()
-    with pytest.raises(ZeroDivisionError):
-        fit_once(tmp_path, callback, module=module)
-    assert "on_batch_start" not in vars(module.trainer._logger_connector)
-    fit_once(tmp_path, callback)
-    assert [fit.end is not None for fit in read_ledger(tmp_path / "ledger.jsonl").fits] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.records.ledger import HOLD_VARIABLE, SAVE_VARIABLE, places_in, places_text
-from lightning_faulttolerant.trainer.steps import open_ledger
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.runs import fit_net
@@ -59,14 +58,6 @@ def test_it_waits_for_a_stop_before_the_batch_that_is_named(tmp_path: Path, monk
     assert ended.exit_code == 143, ended.output
     assert places(tmp_path, "batch")[-1] == (1, 1)
     assert places(tmp_path, "autosave")[-1] == (1, 2)
-
-
-def test_it_does_not_wait_for_a_drill_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a while, training continues."""
-    monkeypatch.setenv(HOLD_VARIABLE, "1:0:1")
-    monkeypatch.setattr(open_ledger, "_HOLD_SECONDS", 0.1)
-    ended = run(lambda: fit(tmp_path))
-    assert ended.exit_code == 0, ended.output
 
 
 def test_places_are_read_as_they_are_written() -> None:
