@@ -59,13 +59,6 @@ def test_notice_ends_a_process_that_waits_in_c() -> None:
     assert "The main thread has handled no signal" in ended.stderr
 
 
-def test_handler_that_the_script_sets_later_has_the_signal_alone() -> None:
-    """A script may set its own handler after the callback. It is called once, and nothing of ours ends the process."""
-    own = "signal.signal(signal.SIGUSR1, lambda *_: print('own', flush=True))"
-    ended = run(IMPORT, SOON, SHORT, CALLBACK, own, NOTICE, "time.sleep(2)")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "own\n", "")
-
-
 def test_event_loop_keeps_its_pipe() -> None:
     """The pipe into which Python writes signals is given back, and that of other code is left alone."""
     show = "print(signal.set_wakeup_fd(-1), threading.active_count())"

@@ -176,45 +176,6 @@ def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group:
 
 
 @pytest.mark.slow
-def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
-    """If the output can't show a character of a path, the lines still appear, and logging does not fail."""
-    directory = tmp_path / "Übung-\N{SNOWMAN}"
-
-    def main(*faults: Callback) -> None:
-        sys.stderr.reconfigure(encoding="ascii", errors="backslashreplace")  # type: ignore[attr-defined]  # as Python's
-        sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115 - until the end
-        fit_net([FaultTolerance(run_id="ascii", every_n_train_steps=1), *faults], directory, max_epochs=1)
-
-    stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
-    assert stopped.exit_code == 143, stopped.output
-    resumed = run(main)
-    assert resumed.exit_code == 0, resumed.output
-    assert "Stopped by SIGTERM" in stopped.output
-    assert "\\xdcbung-\\u2603/fault_tolerance/ascii/fit-1" in resumed.output
-    assert "Logging error" not in stopped.output + resumed.output
-
-
-@pytest.mark.parametrize(
-    ("level", "is_shown"), [pytest.param(logging.INFO, True, marks=pytest.mark.slow), (logging.WARNING, False)]
-)
-def test_the_level_of_our_logger_is_respected(level: int, is_shown: bool, tmp_path: Path) -> None:
-    """With our logger's level above INFO, none of our information appears; Lightning's messages are not affected."""
-
-    def main(*faults: Callback) -> None:
-        logging.getLogger("lightning_faulttolerant").setLevel(level)
-        fit_net([FaultTolerance(run_id="other", every_n_train_steps=1), *faults], tmp_path, max_epochs=1)
-
-    stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
-    assert stopped.exit_code == 143, stopped.output
-    resumed = run(main)
-    assert resumed.exit_code == 0, resumed.output
-    lines = stopped.output.splitlines() + resumed.output.splitlines()
-    for text in OURS:
-        assert any(text in line for line in lines) == is_shown, (text, lines)
-    assert any("Restored all states from the checkpoint" in line for line in lines)
-
-
-@pytest.mark.slow
 @for_ranks[0]
 @for_ranks[1]
 def test_ranks_after_the_first_say_nothing(tmp_path: Path) -> None:

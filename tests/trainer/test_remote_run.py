@@ -46,13 +46,6 @@ def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
     assert "Check the credentials" in output
 
 
-def test_missing_bucket_is_refused_before_training(tmp_path: Path, s3_endpoint: str) -> None:
-    """A bucket that does not exist is an error, and is not created."""
-    output = fit_at("s3://no-such-bucket/runs", tmp_path, AWS_ENDPOINT_URL=s3_endpoint)
-    assert "CheckpointError: The autosaves of this run can't be written to s3://no-such-bucket/runs/" in output
-    assert "The specified bucket does not exist" in output
-
-
 def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the client of the store isn't installed, the error says what to install."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)

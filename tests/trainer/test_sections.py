@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -132,25 +131,6 @@ def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return notes.begun
 
 
-class Saves(Callback):
-    """Saves a checkpoint after each batch."""
-
-    def __init__(self, sections: list[str]) -> None:
-        self.sections = sections
-        self.found: list[str] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(Path(trainer.default_root_dir) / "other.ckpt")
-        self.found.append(self.sections[-1])
-
-
-def test_a_checkpoint_of_other_code_is_a_save(tmp_path: Path, sections: list[str]) -> None:
-    """A large one takes longer than a batch, so it must not count as one."""
-    saves = Saves(sections)
-    fit_net([FaultTolerance(tmp_path / "autosaves"), saves], tmp_path, max_epochs=1, limit_train_batches=2)
-    assert saves.found == ["save", "save"]
-
-
 def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
     """If its run can't be opened, it runs without us, and is no setup of many hours."""
     (tmp_path / "autosaves").write_text("a file, so no directory can be created")
@@ -257,41 +237,11 @@ def test_the_batch_of_an_evaluation_is_reported(tmp_path: Path, supervisor: Path
     assert found.samples == {"predict/0": [12, 13, 14, 15]}
 
 
-class RaisesAtStart(Callback):
-    """Raises before the first batch."""
-
-    def on_train_start(self, *_: Any) -> None:
-        raise ValueError("boom")
-
-
-def test_an_exception_before_the_first_batch_has_none(tmp_path: Path, supervisor: Path) -> None:
-    """No batch is accused."""
-    found = failure_of(supervisor, lambda: fit_net([*protected(tmp_path), RaisesAtStart()], tmp_path))
-    assert (found.batch, found.samples, found.place) == (None, {}, "before the first batch of fit")
-
-
 def test_an_exception_that_the_script_has_caught_is_forgotten(tmp_path: Path, supervisor: Path) -> None:
     """Otherwise it would be the reason for whatever ends the process later."""
     failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3)))
     fit_net(protected(tmp_path), tmp_path)
     assert read_failures(supervisor) == []
-
-
-@pytest.mark.parametrize("is_in_run", [True, False])
-def test_a_fit_without_room_for_its_marks_runs_unwatched(
-    tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, is_in_run: bool
-) -> None:
-    """A full memory is told, and nothing is left that a watcher could take for a hang."""
-    directory = request.getfixturevalue("supervisor") if is_in_run else tmp_path
-    monkeypatch = request.getfixturevalue("monkeypatch")
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
-    assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
-    assert list(read_heartbeats(directory)) == []
 
 
 class LooksAround(Callback):

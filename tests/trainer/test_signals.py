@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -161,16 +160,6 @@ def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, caplog: p
     assert f"own handler of SIGTERM has raised {error!r}" in told
 
 
-@pytest.mark.parametrize("original", [signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None])
-def test_handlers_that_would_end_the_process_are_not_called(original: Any) -> None:
-    """Python's own handler of Ctrl-C raises, and the default one ends the process: a stop must do neither."""
-    stop = StopSignals(BOTH, grace_seconds=60.0)
-    stop.install({signal.SIGINT: original})
-    send(signal.SIGINT)
-    stop.uninstall()
-    assert stop.requested == signal_reason(signal.SIGINT)
-
-
 def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Python handles signals in the main thread only: in another thread this is reported, and the fit continues."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
@@ -208,22 +197,6 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
 
 
-def test_watcher_leaves_a_save_alone() -> None:
-    """The watcher does not step in during a save; it does afterwards, if the process is still stuck."""
-    saved: list[bool] = []
-
-    def save_and_wait(stop: StopSignals) -> None:
-        with stop.saving():
-            send(signal.SIGTERM)
-            time.sleep(0.9)
-            saved.append(True)
-        wait_for_signal()
-
-    with watched(1.0) as stop, pytest.raises(TrainingStopped):
-        save_and_wait(stop)
-    assert saved == [True]
-
-
 def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the grace period is over, the process is ended, whatever its main thread does, even in a save."""
     ends: list[tuple[int, str]] = []
@@ -255,10 +228,3 @@ def test_requeue_signal_asks_for_a_requeue() -> None:
     stop.uninstall()
     assert stop.requested == StopReason(name="SIGUSR1", exit_code=138, requeues=True)
     assert 80 < stop.grace.seconds_left() <= 90
-
-
-def test_save_fits_if_it_takes_less_than_what_is_left() -> None:
-    """A save needs the time of the longest save so far, plus a reserve."""
-    stop = StopSignals(BOTH, grace_seconds=20.0)
-    stop.grace.save_seconds = lambda: 10.0
-    assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]

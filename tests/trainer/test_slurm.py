@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.stopping import asked_end_time, end_time, requeue
+
+ARRAY = {"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
+NUMBERS = [({"SLURM_JOB_ID": "12"}, "12"), (ARRAY, "10_3")]
+JOB = NUMBERS[0][0]
 
 
 @pytest.fixture
@@ -21,17 +24,20 @@ def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "called.txt"
 
 
-@pytest.mark.parametrize(
-    ("environment", "number"),
-    [
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        ({"SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
-    ],
-)
+def answer(called: Path, text: str) -> None:
+    """Let ``scontrol`` answer."""
+    with open(called.parent / "scontrol", "a") as script:
+        script.write(f"{text}\n")
+
+
+@pytest.mark.parametrize(("environment", "number"), NUMBERS)
 def test_number_of_the_job(environment: dict[str, str], number: str, called: Path) -> None:
-    """A task of an array is queued again by itself, not the whole array."""
+    """A task of an array is queued again by itself, not the whole array; its end is asked for whatever the zone is."""
     assert requeue(environment) == ""
-    assert called.read_text() == f"requeue {number}\n"
+    end = int(time.time()) + 100
+    answer(called, f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "JobId=12 StartTime=1 EndTime={end} Deadline=N/A"')
+    assert asked_end_time(environment) == end
+    assert called.read_text() == f"requeue {number}\n--oneliner show job {number}\n"
 
 
 @pytest.mark.parametrize(
@@ -52,54 +58,18 @@ def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
     assert "SLURM_JOB_END_TIME is 'tomorrow'" in caplog.text
 
 
-def answer(called: Path, text: str) -> None:
-    """Let ``scontrol`` answer."""
-    with open(called.parent / "scontrol", "a") as script:
-        script.write(f"{text}\n")
-
-
-@pytest.mark.parametrize(
-    ("environment", "number"),
-    [
-        ({"SLURM_JOB_ID": "12"}, "12"),
-        # The last task of an array has the array's number: alone, that would name all tasks.
-        ({"SLURM_JOB_ID": "10", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "10_3"),
-    ],
-)
-def test_end_that_slurm_is_asked_for(environment: dict[str, str], number: str, called: Path) -> None:
-    """The end comes in seconds since 1970, whatever the time zone is."""
-    end = int(time.time()) + 100
-    answer(called, f'[ "$SLURM_TIME_FORMAT" = %s ] && echo "JobId=12 StartTime=1 EndTime={end} Deadline=N/A"')
-    assert asked_end_time(environment) == end
-    assert called.read_text() == f"--oneliner show job {number}\n"
-
-
 @pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])
 def test_end_that_slurm_does_not_know(end: str, called: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A job without a limit has no end, and one that may exceed its limit has an end that has passed."""
     answer(called, f'echo "JobId=12 EndTime={end}"')
-    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert asked_end_time(JOB) is None
     assert caplog.text == ""
 
 
-def test_end_that_can_not_be_asked_for(
-    called: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outside of a job, and without ``scontrol``, nothing is asked. A failure is logged."""
+def test_end_that_can_not_be_asked_for(called: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Outside of a job, nothing is asked. A failure is logged."""
     assert asked_end_time({}) is None
     assert not called.exists()
     answer(called, "echo no controller >&2; exit 1")
-    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
+    assert asked_end_time(JOB) is None
     assert "show job 12 ended with 1: no controller: the end of the job is not known" in caplog.text
-    (called.parent / "scontrol").unlink()
-    caplog.clear()
-    monkeypatch.setenv("PATH", str(called.parent))
-    assert asked_end_time({"SLURM_JOB_ID": "12"}) is None
-    assert caplog.text == ""
-
-
-def test_job_that_is_queued_again_is_the_same_run() -> None:
-    """A requeued job keeps its command, so it finds its autosaves, whatever SLURM says about its restart."""
-    first = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12"}).run_id
-    again = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}).run_id
-    assert first == again

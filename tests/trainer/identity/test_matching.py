@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.records.runs import FitRecord
-from lightning_faulttolerant.trainer.identity.fingerprint import Match, StartFingerprint, match_fit
+from lightning_faulttolerant.trainer.identity.fingerprint import StartFingerprint, match_fit
+
+Fits = dict[int, FitRecord | None]
 
 
 def start(lr: float = 0.1, data: int = 0, weights: str = "w", **core: Any) -> StartFingerprint:
@@ -20,72 +22,43 @@ def fit(is_finished: bool = False, **how: Any) -> FitRecord:
     return FitRecord(start=start(**how).state_dict(), is_finished=is_finished)
 
 
-def match(
-    fits: dict[int, FitRecord | None], now: StartFingerprint, *taken: int, several: bool = True, is_sweep: bool = False
-) -> Match:
-    """Return the matching fit."""
-    return match_fit(fits, taken, now, runs_several=lambda: several, is_sweep=is_sweep)
+FOLDS: Fits = {1: fit(True), 2: fit(True), 3: fit()}
+RATES: Fits = {1: fit(True, lr=0.1), 2: fit(lr=0.2)}
+ONE: Fits = {1: fit(lr=0.1)}
+CASES: dict[str, tuple[Fits, StartFingerprint, dict[str, Any], int]] = {
+    "first": ({}, start(), {}, 1),
+    "second": ({}, start(), {"taken": (1,)}, 2),
+    **{
+        f"fold {n + 1}, without a seed": (FOLDS, start(weights="other"), {"taken": tuple(range(1, n + 1))}, n + 1)
+        for n in range(4)
+    },
+    "skips finished fits": (RATES, start(lr=0.2), {}, 2),
+    "skips them without a seed": (RATES, start(lr=0.2, weights="unseeded"), {}, 2),
+    "another seed": ({1: fit(True, seed="1")}, start(seed="2", weights="v"), {}, 2),
+    "other data": ({1: fit(True, data=1)}, start(data=2), {}, 2),
+    "like none of several": (ONE, start(lr=0.3), {}, 2),
+    "an edited script with one fit": (ONE, start(lr=0.3), {"runs_several": lambda: False}, 1),
+    "no record": ({1: None}, start(), {}, 1),
+    "an empty record": ({1: FitRecord()}, start(), {}, 1),
+    "a finished trial is new": ({1: fit(True), 2: fit(lr=0.2)}, start(), {"is_sweep": True}, 3),
+    "a trial": ({1: fit(True), 2: fit(lr=0.2)}, start(lr=0.2, weights="x"), {"is_sweep": True}, 2),
+}
 
 
-def test_first_fit_of_a_run() -> None:
-    """Without earlier fits, fits are numbered in their order."""
-    assert [match({}, start()).number, match({}, start(), 1).number] == [1, 2]
+@pytest.mark.parametrize("case", CASES)
+def test_number_of_the_fit_that_begins(case: str) -> None:
+    """How a fit starts decides before its number, and a fit that matches no fit of several is a new one."""
+    fits, now, how, number = CASES[case]
+    arguments = {"taken": (), "runs_several": lambda: True, "is_sweep": False, **how}
+    assert match_fit(fits, arguments.pop("taken"), now, **arguments).number == number
 
 
-def test_fits_in_their_order() -> None:
-    """Folds that are run again match by number, finished or not; without a seed the weights differ."""
-    fits: dict[int, FitRecord | None] = {1: fit(True), 2: fit(True), 3: fit()}
-    begun: tuple[tuple[int, ...], ...] = ((), (1,), (1, 2), (1, 2, 3))
-    assert [match(fits, start(weights="other"), *taken).number for taken in begun] == [1, 2, 3, 4]
-
-
-def test_how_a_fit_starts_decides_before_its_number() -> None:
-    """A script that skips finished fits finds the interrupted one."""
-    fits: dict[int, FitRecord | None] = {1: fit(True, lr=0.1), 2: fit(lr=0.2)}
-    assert match(fits, start(lr=0.2)).number == 2
-    assert match(fits, start(lr=0.2, weights="unseeded")).number == 2
-
-
-def test_seed_tells_fits_apart() -> None:
-    """The finished fit of another seed does not match, nor does one with other data and the same weights."""
-    fits: dict[int, FitRecord | None] = {1: fit(True, seed="1")}
-    assert match(fits, start(seed="2", weights="v")).number == 2
-    assert match({1: fit(True, data=1)}, start(data=2)).number == 2
-
-
-def test_fit_that_matches_none_is_a_new_one() -> None:
-    """In a script that runs several fits, it takes no other fit's state, and the interrupted fits are named."""
-    found = match({1: fit(lr=0.1)}, start(lr=0.3))
-    assert found.number == 2
-    assert found.passed_over == {1: ["values.lr: 0.1 when it was saved, 0.3 now"]}
-
-
-def test_edited_script_is_the_same_run() -> None:
-    """In a script that runs one fit, it is found by its number, so that the difference is refused."""
-    assert match({1: fit(lr=0.1)}, start(lr=0.3), several=False).number == 1
-
-
-def test_fit_of_which_nothing_is_known() -> None:
-    """Autosaves of a version that kept no record are found by their number."""
-    assert match({1: None}, start()).number == 1
-    assert match({1: FitRecord()}, start()).number == 1
-
-
-def test_sweep_continues_after_what_is_finished() -> None:
-    """In a persistent study, a trial with the values of a finished one is new."""
-    fits: dict[int, FitRecord | None] = {1: fit(True), 2: fit(lr=0.2)}
-    assert match(fits, start(), is_sweep=True).number == 3
-    assert match(fits, start(lr=0.2, weights="unseeded"), is_sweep=True).number == 2
-
-
-def test_trials_that_nothing_tells_apart() -> None:
-    """Without distinguishing numbers, a trial takes no other trial's state, and this is reported."""
+def test_what_is_told_of_the_match() -> None:
+    """A finished fit is not continued, a fit that is passed over is named, and a trial that nothing tells is a guess."""
+    several = {"runs_several": lambda: True, "is_sweep": False}
+    assert [match_fit({1: fit(done)}, (), start(), **several).is_finished for done in (True, False)] == [True, False]  # type: ignore[arg-type]
+    passed_over = match_fit(ONE, (), start(lr=0.3), **several).passed_over  # type: ignore[arg-type]
+    assert passed_over == {1: ["values.lr: 0.1 when it was saved, 0.3 now"]}
     alike = FitRecord(start=StartFingerprint(weights="v").state_dict())
-    found = match({1: alike}, StartFingerprint(weights="w"), is_sweep=True)
+    found = match_fit({1: alike}, (), StartFingerprint(weights="w"), runs_several=lambda: True, is_sweep=True)
     assert (found.number, found.is_guess) == (2, True)
-
-
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_says_whether_it_is_finished(is_finished: bool) -> None:
-    """A finished fit is not continued."""
-    assert match({1: fit(is_finished)}, start()).is_finished is is_finished

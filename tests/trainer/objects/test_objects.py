@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import select
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -112,17 +111,6 @@ class Holder(Net):
             self.counts[0] += 1
         loss: Tensor = super().training_step(batch, batch_idx)
         return loss
-
-
-def test_class_that_was_renamed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object whose class no longer exists under its name is not restored, and the report says so."""
-    path = save(tmp_path, Holder(Statistics))
-    monkeypatch.delattr(sys.modules[__name__], "Statistics")
-    module = Holder(Sums)
-    report = resume(tmp_path, path, module)
-    assert report.objects == (f"module.statistics: the class {__name__}:Statistics no longer exists",)
-    assert str(report).startswith("Resumed NOT EXACTLY ")
-    assert module.counts == [5]
 
 
 def test_attribute_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -145,15 +145,6 @@ def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -
         member.at_boundary()
 
 
-def test_rank_that_waits_for_one_that_is_lost() -> None:
-    """A rank that waits for a rank that dies learns of it, and does not wait forever."""
-    member = Member()
-    member.hear({"round": STOP})
-    member.lost = "rank 1 has died"
-    with pytest.raises(RanksLostError, match="rank 1 has died"):
-        member.at_boundary()
-
-
 @pytest.mark.parametrize(
     ("place", "batch", "num_batches", "length", "expected"),
     [
@@ -168,19 +159,6 @@ def test_end_of_window(place: int, batch: int, num_batches: int, length: int, ex
     """Gradients need not be gathered at the end of a window or of the epoch; boundary 10 is before batch 10."""
     found = end_of_window(place, boundary=10, batch=batch, num_batches=num_batches, length=length)
     assert found == expected
-
-
-def test_save_is_appointed_at_the_end_of_a_window() -> None:
-    """The window that rank 0 sends with its request counts."""
-    ranks = Ranks(2)
-    ranks.deliver()  # by now three boundaries pass in a moment
-    for member in ranks.members:
-        for _ in range(3):  # boundaries 0, 1, 2, before the same batches
-            member.at_boundary()
-    ranks.members[0].want_save({"batch": 2, "num_batches": 100, "length": 5})
-    for _ in range(3):
-        ranks.deliver()
-    assert [ranks.members[1].at_boundary() for _ in range(8)] == [None] * 7 + [SAVE]
 
 
 # Validation runs.

@@ -57,23 +57,6 @@ def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
         each.close()
 
 
-def test_leave_is_no_death(hub: Hub) -> None:
-    """A rank that takes leave is not reported as dead, on either end."""
-    one, other = spoke(hub, 1), spoke(hub, 2)
-    one.send({"last": 1})
-    one.close()
-    one.close()
-    other.send({"there": 1})
-    assert sorted(until(hub.receive, 2)) == [(1, {"last": 1}), (2, {"there": 1})]
-    time.sleep(0.05)
-    assert hub.receive() == []
-    hub.close()
-    time.sleep(0.05)
-    assert other.receive() == []
-    assert other.receive() == []
-    other.close()
-
-
 def test_death_of_a_process_is_known_once(hub: Hub) -> None:
     """A killed rank is reported once, after its last message; a rank that stands still is not."""
     process_id = os.fork()

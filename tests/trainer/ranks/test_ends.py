@@ -75,12 +75,6 @@ def sleep_long() -> None:
     time.sleep(100)
 
 
-def sleep_a_little() -> None:
-    """Be busy for a second."""
-    for _ in range(5):
-        time.sleep(0.2)
-
-
 def die() -> None:
     """End as the kernel ends a process that uses too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -188,29 +182,6 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
     assert "train 0" not in ended[0].output
 
 
-class SlowEnd(Callback):
-    """Takes longer on an exception than a rank that has lost another one may take."""
-
-    def on_exception(self, trainer: Trainer, *_: Any) -> None:
-        time.sleep((BOUND + 1) * trainer.global_rank)
-
-
-def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
-    """Ctrl-C goes to all ranks: a rank that waits in a collective, and hears of it by the line first, saves too."""
-    main = fit_main(tmp_path, Events(0, "train", 3, sleep_a_little), SlowEnd())
-    with RankProcesses(main) as ranks:
-        ranks.wait_for("train 3", 0, 1)
-        time.sleep(0.2)
-        ranks.send(signal.SIGINT, 0, 1)
-        ended = ranks.wait(seconds=20)
-    stopped_in_time(ended, 130)
-    assert "at once, at the second signal" not in ended[1].output
-    for each in ended:  # no rank has failed: each ends in its own time
-        assert "can't continue without it" not in each.output
-        assert "could not end by itself" not in each.output
-    assert_continues(tmp_path)
-
-
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
     """One rank sleeps and the other one waits for it in a collective: both end in time and report why."""
     main = fit_main(tmp_path, Events(1, "train", 3, sleep_long), options={"grace_seconds": 2.0})
@@ -222,34 +193,6 @@ def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path
         assert 1.5 < time.monotonic() - began < 4.5
     stopped_in_time(ended)
     assert any("could not end within its grace period of 2 seconds" in each.output for each in ended)
-    assert_continues(tmp_path)
-
-
-class SlowSave(Callback):
-    """Slows down every save but the first on rank 0."""
-
-    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_rank == 0 and trainer.global_step:
-            time.sleep(2.0)
-
-
-class SlowBatches(Callback):
-    """Slows down every batch."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(0.1)
-
-
-def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
-    """If a save takes longer than the rest of the grace period, the last autosave stays and the job ends."""
-    options = {"grace_seconds": 1.5, "every_n_train_steps": 6}
-    with RankProcesses(fit_main(tmp_path, Events(), SlowBatches(), SlowSave(), options=options)) as ranks:
-        ranks.wait_for("train 6", 0, 1)
-        ranks.send(signal.SIGTERM, 1)
-        ended = ranks.wait(seconds=20)
-    stopped_in_time(ended)
-    assert "This state is not saved: a save takes" in ended[0].output
-    assert "continue before batch 6 of epoch 0" in ended[0].output
     assert_continues(tmp_path)
 
 

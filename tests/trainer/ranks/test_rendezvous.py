@@ -12,7 +12,6 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import distributed as dist
 
-from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix, apart_from_earlier_ranks
 from tests.runs import Net, fit_net, make_trainer
 from tests.scripts import protected
@@ -60,17 +59,6 @@ def test_ranks_agree_and_leave_out_the_dead(port: int) -> None:
     assert len({first, second, alone}) == 3
 
 
-def test_rank_0_does_not_wait_for_ever(port: int) -> None:
-    """If the others don't come in time, it raises, whatever dead ranks have left in the store."""
-    store = dist.TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=0.1))
-    with pytest.raises(dist.DistStoreError):
-        agree_on_prefix(store, rank=1, num_ranks=2, timeout=SECONDS)
-    with pytest.raises(
-        RanksLostError, match=r"Only 1 of 2 ranks have connected to torchrun's store within 0\.1 seconds\."
-    ):
-        agree_on_prefix(store, rank=0, num_ranks=2, timeout=timedelta(seconds=0.1))
-
-
 class FsdpOnCpu(FSDPStrategy):
     """Lightning allows a subclass there."""
 
@@ -107,15 +95,6 @@ def test_each_strategy_creates_its_group_apart(strategy: Any, tmp_path: Path, mo
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert (positional, arguments) == asked(trainer.strategy.setup_environment)
     assert arguments["timeout"] == SECONDS
-
-
-@pytest.mark.usefixtures("under_torchrun", "stops_there")
-def test_given_place_is_used() -> None:
-    """A strategy that says itself where its ranks meet is left alone."""
-    place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    assert asked(lambda: dist.init_process_group("gloo", **place)) == (("gloo",), place)
-    assert asked(lambda: dist.init_process_group("gloo", "env://")) == (("gloo", "env://"), {})
-    assert asked(lambda: dist.init_process_group(init_method="env://")) == ((), {"init_method": "env://"})
 
 
 @pytest.mark.usefixtures("under_torchrun", "stops_there")

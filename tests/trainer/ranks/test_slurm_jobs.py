@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer import signals as deadline_module
 from lightning_faulttolerant.trainer.signals import signal_reason, stopped_by
 from lightning_faulttolerant.trainer.stopping import Stopping
-from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks
 from tests.runs import make_trainer
 from tests.trainer.ranks.slurm_jobs import Job
@@ -133,26 +131,6 @@ def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_pa
         job.assert_queued_again()
     else:
         assert not job.log.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_short_reserve")
-def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
-    """A validation run that is longer than the remaining time is stopped inside."""
-    job = Job(tmp_path, num_ranks=2)
-    end = int(time.time()) + 12
-
-    def validation() -> DataLoader[Any]:
-        return DataLoader(NoisyDataset(4 * 1000), batch_size=4)
-
-    arguments: dict[str, Any] = {"auto_requeue": False, "limit_train_batches": 2, "num_sanity_val_steps": 0}
-    environment = {"SLURM_JOB_END_TIME": str(end)}
-    with job.start(environment=environment, validation=validation, **arguments) as processes:
-        processes.wait_for("validation", 0, 1)
-        ended = processes.wait(seconds=20)
-    assert time.time() < end + 0.5
-    assert [each.exit_code for each in ended] == [75, 75], ended[0].output
-    assert "of the validation run after batch 2 of epoch 0" in ended[0].output
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
-from lightning_faulttolerant.trainer.run import history as history_module
 from lightning_faulttolerant.trainer.run.directory import Script
 from lightning_faulttolerant.trainer.run.history import HistoryWriter, reason_of
 from lightning_faulttolerant.trainer.run.history_file import LocalHistory, RemoteHistory, open_history
@@ -85,18 +84,6 @@ def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
     assert saved["taken"] <= saved["time"] - 2
     assert lines[4]["saved"] == {"epoch": 1, "batch": 2, "global_step": 3}
     assert history.due_at == float("inf")
-
-
-@pytest.mark.parametrize(("age", "seconds"), [(0, 1), (5, 1), (50, 5), (100, 10), (10_000, 10)])
-def test_sign_of_life_is_due_ten_seconds_later(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
-) -> None:
-    """Every line is a sign of life: the next one is due ten seconds later, or sooner in a young fit."""
-    monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0)
-    history = HistoryWriter(trainer, open_history(str(tmp_path), check=hold))
-    monkeypatch.setattr(history_module, "perf_counter", lambda: 5000.0 + age)
-    history.alive()
-    assert history.due_at == 5000 + age + seconds
 
 
 @pytest.mark.parametrize(
@@ -187,19 +174,6 @@ def test_object_holds_the_lines_of_all_processes(url: str) -> None:
     assert events(stored(url)) == ["begin", "start", "end"] * 2 + ["done"]
     RemoteHistory(f"{url}/none", check=hold).close()
     assert stored(f"{url}/none") == []
-
-
-def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
-    """Of consecutive signs of life, only the newest is kept."""
-    file = RemoteHistory(url, check=hold)
-    story = Story().begin().start()
-    for _ in range(5):
-        story.train(10).alive()
-    for line in story.lines:
-        file.add(line)
-    file.flush()
-    assert events(stored(url)) == ["begin", "start", "alive"]
-    assert stored(url)[-1]["time"] == 1050
 
 
 def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +18,6 @@ def script() -> Iterator[Script]:
     found = Script(-1, f"test-{os.getpid()}")
     yield found
     found.forget()
-
-
-def test_fits_are_counted_across_processes(script: Script) -> None:
-    """A process that is started for the next fit knows how many fits began before, and which have not finished."""
-    script.begin_fit("here", 1)
-    script.end_fit("here")
-    child = pickle.loads(pickle.dumps(script))
-    child.begin_fit("here", child.begun("here")[-1] + 1)
-    assert (script.begun("here"), script.num_open("here")) == ([1, 2], 1)
-    assert (script.begun("there"), script.num_open("there")) == ([], 0)
-    assert script.directories() == ["here"]
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["all-end", "one-fails"])

@@ -110,17 +110,6 @@ def test_saves_and_captures_together_keep_the_share(share: float, costs: list[fl
     assert len(run.saves) - num_saves >= 40
 
 
-def test_first_save_does_not_set_the_pace() -> None:
-    """A first save of 5 s, with later ones of 0.2 s, delays neither the second save nor those after it."""
-    run = Run(save_seconds=lambda number: 0.2 if number else 5.0)
-    run.train(600)
-    first, second, *later = run.intervals()
-    assert first <= 26  # it delayed the second for 500 s when it set the pace
-    assert second <= 13
-    assert max(later) <= 20.2
-    assert len(run.saves) >= 30
-
-
 def test_slow_store_gets_its_share_and_no_more() -> None:
     """If each save takes 30 s, some saves in the first hours cost more than the share, but later ones don't."""
     run = Run(save_seconds=lambda number: 30.0)
@@ -138,22 +127,6 @@ def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_s
     assert run.saves
     assert run.saves[0] + start_seconds / 2 <= 2 * start_seconds
     assert run.saves[0] <= 30.2
-
-
-def test_very_short_run_saves_once() -> None:
-    """A run that takes less time than its start does not make a second save."""
-    run = Run(start_seconds=6.0)
-    run.train(2.5)
-    assert len(run.saves) == 1
-
-
-def test_share_of_one_is_no_limit() -> None:
-    """With the whole time as its budget, each boundary saves and captures, also at the start of a resumed run."""
-    for is_resumed in (False, True):
-        run = Run(1.0, save_seconds=lambda number: 5.0, capture_seconds=1.0, is_resumed=is_resumed)
-        run.train(60)
-        assert run.saves[0] == 0.0
-        assert run.intervals() == pytest.approx([6.1] * len(run.intervals()))
 
 
 def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pace() -> None:

@@ -125,17 +125,6 @@ def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
     assert made.exists()
 
 
-def test_url_of_another_file_system() -> None:
-    """A URL is saved to, loaded, verified and removed like a path."""
-    url = "memory://of_checkpoint_io/a.ckpt"
-    plugin = AtomicCheckpointIO()
-    plugin.save_checkpoint(CHECKPOINT, url)
-    assert plugin.load_checkpoint(url)["epoch"] == 1
-    plugin.remove_checkpoint(url)
-    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: memory://"):
-        plugin.load_checkpoint(url)
-
-
 # Under a Trainer.
 
 
@@ -179,25 +168,6 @@ def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
     for path in (tmp_path / "files").iterdir():
         verify_file(path)
-
-
-class Own(TorchCheckpointIO):
-    """A user's subclass of Lightning's plugin."""
-
-
-@pytest.mark.parametrize("make", [Own, AsyncCheckpointIO, lambda: AtomicCheckpointIO(weights_only=False)])
-def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None:
-    """Only the exact default is replaced: a subclass, a wrapper, and an AtomicCheckpointIO of the user's stay."""
-    seen: list[Any] = []
-
-    class Looks(Net):
-        def on_train_start(self) -> None:
-            seen.append(self.trainer.strategy.checkpoint_io)
-
-    plugin = make()
-    trainer = fit_net([FaultTolerance(tmp_path)], tmp_path, module=Looks(), plugins=[plugin], max_epochs=1)
-    assert seen == [plugin]
-    assert trainer.strategy.checkpoint_io is plugin
 
 
 class Configured(Net):

@@ -95,25 +95,6 @@ def test_each_batch_and_the_end_of_every_evaluation_is_written(
     assert [bool(fit.of("autosave")) for fit in fits] == [switch == "on"] * 4
 
 
-def test_batches_of_all_loaders_are_counted_together(tmp_path: Path) -> None:
-    """The second loader continues the count of the first, and predictions of both are returned."""
-    (_, predicted), _ = run_script(tmp_path, "test", "predict", loaders=[loader(2), loader(1)])
-    for fit in fits_in(tmp_path):
-        assert [line["validation_batch"] for line in fit.of("evaluated")] == [1, 2, 3]
-    end = fits_in(tmp_path)[1].end
-    assert end is not None
-    assert end["returned"] == {"number of predictions": 3, "predictions": digest(predicted)}
-
-
-def test_the_sanity_check_is_left_out(tmp_path: Path) -> None:
-    """Its batches are run again at each start."""
-    own = with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves")
-    trainer = make_trainer([own], tmp_path, max_epochs=1, limit_train_batches=2, num_sanity_val_steps=2)
-    trainer.fit(Evaluated(), loader(), loader())
-    [fit] = fits_in(tmp_path)
-    assert [(line["batch"], line["validation_batch"]) for line in fit.of("evaluated")] == [(2, 1), (2, 2), (2, 3)]
-
-
 def test_it_saves_inside_evaluations_where_a_drill_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The autosaves that are requested come before the named batches, in a validation run and in a test."""
     monkeypatch.setenv(SAVE_VARIABLE, "1:0:2:1,2:0:0:2")

@@ -121,35 +121,6 @@ def test_what_differs_tells_what_was_changed(change: str, usual: FitLines, tmp_p
     assert (ends[0]["metrics"] == ends[1]["metrics"]) == (change == "none")
 
 
-class Returns(Net):
-    """Returns the value of each validation step."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        super().__init__()
-        torch.manual_seed(1)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
-        super().validation_step(batch, batch_idx)
-        return batch.mean()
-
-
-def test_validation_has_a_content_and_results(tmp_path: Path) -> None:
-    """Other validation samples change ``content``, ``output``, and their results, but nothing that was trained."""
-    fit = ledger_of(tmp_path, module=Returns(), validation=DataLoader(Rows(4, shift=0.5), batch_size=4))
-    usual = ledger_of(tmp_path, module=Returns())
-    [one], [other] = usual.of("evaluated"), fit.of("evaluated")
-    assert (one["epoch"], one["batch"], one["validation_batch"]) == (0, 4, 1)
-    assert {name for name in ("content", "rng", "output") if one[name] != other[name]} == {"content", "output"}
-    [one], [other] = usual.of("validated"), fit.of("validated")
-    assert (one["epoch"], one["batch"]) == (0, 4)
-    assert one["metrics"].keys() == {"val_loss"}
-    assert one["metrics"] != other["metrics"]
-    assert usual.end is not None
-    assert fit.end is not None
-    assert usual.end["weights"] == fit.end["weights"]
-
-
 def test_logged_values_are_what_loggers_would_get(usual: FitLines) -> None:
     """Without a logger too, it holds the values of each batch, of the validation run, and of the epoch."""
     logs = usual.of("log")

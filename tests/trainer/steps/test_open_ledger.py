@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, eight_batches, fit_net
+from tests.runs import Net, fit_net
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
@@ -40,16 +40,6 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(read_ledger(path).fits) == 1
     fit_once(tmp_path, with_ledger(other, tmp_path / "saves", run_id="other"))
     assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
-
-
-def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that changes its directory after the callback is created writes to the original directory."""
-    monkeypatch.chdir(tmp_path)
-    callback = with_ledger("ledger.jsonl", tmp_path / "saves")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    fit_once(tmp_path, callback)
-    assert read_ledger(tmp_path / "ledger.jsonl").fits
 
 
 def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -118,17 +108,6 @@ def test_checkpoints_are_as_without(tmp_path: Path) -> None:
     assert "ledger" not in str(written)
     assert without.keys() == written.keys()
     assert str(without["loops"]) == str(written["loops"])
-
-
-def test_autosaves_written_in_background_are_there(tmp_path: Path) -> None:
-    """Each autosave has its line when it is written, with the place of its state, before the line of the fit's end."""
-    path = tmp_path / "ledger.jsonl"
-    callback = with_ledger(path, tmp_path / "saves", async_save=True, every_n_train_steps=2)
-    fit_once(tmp_path, callback, train=eight_batches(), limit_train_batches=6)
-    [fit] = read_ledger(path).fits
-    assert [line["batch"] for line in fit.of("autosave")] == [0, 2, 4, 6]
-    assert all(Path(line["path"]).name.startswith("autosave-") for line in fit.of("autosave"))
-    assert fit.events[-1] == fit.end
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
