@@ -54,7 +54,7 @@ def test_number_of_the_fit_that_begins(case: str) -> None:
 
 
 def test_what_is_told_of_the_match() -> None:
-    """A finished fit is not continued, a fit that is passed over is named, and a trial that nothing tells is a guess."""
+    """A finished fit is not continued, a fit that is passed over is named, and a trial may be a guess."""
     several = {"runs_several": lambda: True, "is_sweep": False}
     assert [match_fit({1: fit(done)}, (), start(), **several).is_finished for done in (True, False)] == [True, False]  # type: ignore[arg-type]
     passed_over = match_fit(ONE, (), start(lr=0.3), **several).passed_over  # type: ignore[arg-type]

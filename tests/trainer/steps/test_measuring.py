@@ -17,19 +17,6 @@ def norm_of(*gradients: Tensor) -> float:
     return float(torch.cat([gradient.to_dense().double().flatten() for gradient in gradients]).norm())
 
 
-def test_the_norm_is_that_of_all_values() -> None:
-    """Gradients of several types, empty ones, and sparse ones count together."""
-    gradients = [torch.randn(3, 4), torch.randn(5).double(), torch.randn(7).bfloat16(), torch.empty(0)]
-    gradients.append(
-        torch.sparse_coo_tensor(torch.tensor([[1, 1, 4]]), torch.randn(3, 2), (6, 2), check_invariants=True)
-    )
-    loss, norm = loss_and_norm(torch.tensor([2.5]), gradients)
-    assert loss == 2.5
-    assert norm == pytest.approx(norm_of(*gradients), rel=1e-2)  # bfloat16 rounds its own norm
-    assert loss_and_norm(None, []) == (None, 0.0)
-    assert loss_and_norm(torch.tensor([1.0, 2.0]), []) == (None, 0.0)  # it is no number
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_value_that_is_not_finite_gets_lost(value: float) -> None:
     """One such value among many makes the norm not finite, and its parameter is named."""
