@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import pty
 import re
@@ -28,9 +27,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import fork_and_run
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.groups import run_group
 from tests.processes import Script, run
-from tests.rank_runs import for_ranks, rank_fit
 from tests.runs import Net, fit_net
 
 BARS: dict[str, Callable[[], list[Callback]]] = {
@@ -173,30 +170,3 @@ def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group:
     assert ended.exit_code == 128 + signum, ended.output
     assert "Traceback" not in ended.output
     assert ended.output.splitlines()[-1].startswith(f"Stopped by {signum.name} before batch ")
-
-
-@pytest.mark.slow
-@for_ranks[0]
-@for_ranks[1]
-def test_ranks_after_the_first_say_nothing(tmp_path: Path) -> None:
-    """Through a start, autosaves, a stop and a resume on two ranks, only rank 0 prints our messages."""
-
-    def said(*faults: Callback) -> tuple[list[int], list[str]]:
-        def main(rank: int) -> None:
-            logging.getLogger("lightning_faulttolerant").setLevel(logging.INFO)
-            sys.argv = ["script.py"]
-            callbacks = [FaultTolerance(run_id="ranks", every_n_train_steps=1), *faults]
-            rank_fit(2, max_epochs=1)(callbacks, tmp_path)
-
-        codes, output = run_group(main, num_ranks=2, directory=tmp_path)
-        return codes, output.split("--- rank 1\n")
-
-    codes, (first, second) = said(KillAt(3, signum=signal.SIGTERM))
-    assert codes == [143, 143], first + second
-    codes, (first_again, second_again) = said()
-    assert codes == [0, 0], first_again + second_again
-    for text in OURS:
-        assert text in first + first_again
-    names = ("lightning_faulttolerant", "autosave", *(text.strip() for text in OURS))
-    found = [line for line in (second + second_again).splitlines() if any(name in line for name in names)]
-    assert found == []

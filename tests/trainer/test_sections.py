@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -15,13 +16,10 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.processes import parents_and_states
-from lightning_faulttolerant.supervision import heartbeats as kinds
 from lightning_faulttolerant.supervision.heartbeats import (
     DIRECTORY_VARIABLE,
     SECTION_NAMES,
-    Heartbeat,
     ProcessHeartbeat,
-    TrainingFailure,
     read_failures,
     read_heartbeats,
 )
@@ -107,30 +105,6 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
     assert Path(heartbeat.directory).parent == tmp_path / "autosaves"
 
 
-class Notes(Heartbeat):
-    """A heartbeat that remembers each section."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.begun: list[str] = []
-
-    def begin(self, section: int) -> None:
-        self.begun.append(SECTION_NAMES[section])
-        super().begin(section)
-
-    def begin_batch(self, section: int, *place: int) -> None:
-        self.begun.append(SECTION_NAMES[section])
-        super().begin_batch(section, *place)
-
-
-@pytest.fixture
-def sections(supervisor: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the sections that this process notes, in order."""
-    notes = Notes(supervisor)
-    monkeypatch.setattr(kinds, "heartbeat_in", lambda _: notes)
-    return notes.begun
-
-
 def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
     """If its run can't be opened, it runs without us, and is no setup of many hours."""
     (tmp_path / "autosaves").write_text("a file, so no directory can be created")
@@ -182,66 +156,92 @@ class BadSample(NoisyDataset):
         return super().__getitem__(index)
 
 
-def failure_of(supervisor: Path, fit: Callable[[], Any]) -> TrainingFailure:
-    """Return what a fit that fails has told."""
-    with pytest.raises(ValueError, match="boom"):
-        fit()
-    [failure] = read_failures(supervisor)
-    return failure
-
-
 def protected(tmp_path: Path) -> list[Callback]:
     """Return the callback."""
     return [FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1)]
 
 
-ORDERED = {"batch_size": 4, "shuffle": False}
+def loader(data: Any = None, **arguments: Any) -> DataLoader[Tensor]:
+    """Return a loader of samples in their order."""
+    return DataLoader(NoisyDataset(20) if data is None else data, batch_size=4, shuffle=False, **arguments)
 
 
-def test_the_batch_of_a_step_is_reported(tmp_path: Path, supervisor: Path) -> None:
-    """The failure has the batch, and the indices of its samples."""
-    train = DataLoader(NoisyDataset(20), **ORDERED)
-    found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3), train=train))
-    assert (found.kind, found.text, found.epoch, found.batch, found.evaluated) == ("ValueError", "boom", 0, 3, None)
-    assert found.samples == {"train/0": [12, 13, 14, 15]}
-    assert found.place == "in batch 3 of epoch 0"
+class RaisesAtStart(Callback):
+    """Raises before the first batch."""
+
+    def on_train_start(self, *_: Any) -> None:
+        raise ValueError("boom")
 
 
-def test_the_batch_of_a_validation_run_is_reported(tmp_path: Path, supervisor: Path) -> None:
-    """It is counted in its run, and the samples are those of the validation loader."""
-    found = failure_of(
-        supervisor,
-        lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(validation=1), num_sanity_val_steps=0),
-    )
-    assert (found.batch, found.evaluated) == (5, 1)
-    assert found.samples == {"validation/0": [4, 5, 6, 7]}
+def predict(directory: Path, module: Fails, data: Any) -> None:
+    """Predict with the callback."""
+    make_trainer(protected(directory), directory).predict(module, loader(data))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sample_that_can_not_be_read_is_reported(tmp_path: Path, supervisor: Path, num_workers: int) -> None:
-    """The batch is the one that is being fetched, also if workers have fetched ahead."""
-    train = DataLoader(BadSample(20), num_workers=num_workers, **ORDERED)
-    found = failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, train=train))
-    assert found.batch == 3
-    assert found.samples == {"train/0": [12, 13, 14, 15]}
+THIRD = [12, 13, 14, 15]
+FAILURES: dict[str, tuple[Callable[[Path], Any], str, dict[str, list[int]]]] = {
+    "step": (
+        lambda path: fit_net(protected(path), path, module=Fails(3), train=loader()),
+        "in batch 3 of epoch 0",
+        {"train/0": THIRD},
+    ),
+    "validation step": (
+        lambda path: fit_net(protected(path), path, module=Fails(validation=1), num_sanity_val_steps=0),
+        "in batch 1 of the validation run after batch 5 of epoch 0",
+        {"validation/0": [4, 5, 6, 7]},
+    ),
+    "sample": (
+        lambda path: fit_net(protected(path), path, train=loader(BadSample(20))),
+        "in batch 3 of epoch 0",
+        {"train/0": THIRD},
+    ),
+    "sample of a worker": (
+        lambda path: fit_net(protected(path), path, train=loader(BadSample(20), num_workers=2)),
+        "in batch 3 of epoch 0",
+        {"train/0": THIRD},
+    ),
+    "step of predict": (
+        lambda path: predict(path, Fails(validation=3), None),
+        "in batch 3 of predict",
+        {"predict/0": THIRD},
+    ),
+    "sample of predict": (
+        lambda path: predict(path, Fails(), BadSample(20)),
+        "in batch 3 of predict",
+        {"predict/0": THIRD},
+    ),
+    "start": (lambda path: fit_net([*protected(path), RaisesAtStart()], path), "before the first batch of fit", {}),
+}
 
 
-@pytest.mark.parametrize("is_in_step", [True, False])
-def test_the_batch_of_an_evaluation_is_reported(tmp_path: Path, supervisor: Path, is_in_step: bool) -> None:
-    """A step of ``predict`` fails, or a sample of it can't be read: both are the same batch."""
-    loader = DataLoader(NoisyDataset(20) if is_in_step else BadSample(20), **ORDERED)
-    trainer = make_trainer(protected(tmp_path), tmp_path)
-    module = Fails(validation=3 if is_in_step else -1)
-    found = failure_of(supervisor, lambda: trainer.predict(module, loader))
-    assert (found.function, found.evaluated, found.place) == ("predict", 3, "in batch 3 of predict")
-    assert found.samples == {"predict/0": [12, 13, 14, 15]}
+@pytest.mark.parametrize("case", FAILURES)
+def test_batch_of_a_failure_is_reported(case: str, tmp_path: Path, supervisor: Path) -> None:
+    """The failure has the batch and the indices of its samples, also if workers have fetched ahead.
 
-
-def test_an_exception_that_the_script_has_caught_is_forgotten(tmp_path: Path, supervisor: Path) -> None:
-    """Otherwise it would be the reason for whatever ends the process later."""
-    failure_of(supervisor, lambda: fit_net(protected(tmp_path), tmp_path, module=Fails(3)))
-    fit_net(protected(tmp_path), tmp_path)
+    It is forgotten if the script has caught it: it would be the reason for whatever ends the process later.
+    """
+    fails, place, samples = FAILURES[case]
+    with pytest.raises(ValueError, match="boom"):
+        fails(tmp_path)
+    [found] = read_failures(supervisor)
+    assert (found.kind, found.place, found.samples) == ("ValueError", place, samples)
+    assert "boom" in found.text
+    fit_net(protected(tmp_path), tmp_path / "again", max_epochs=1)
     assert read_failures(supervisor) == []
+
+
+def test_fit_without_room_for_its_marks_runs_unwatched(
+    tmp_path: Path, supervisor: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full memory is told, and nothing is left that a watcher could take for a hang."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
+    assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
+    assert list(read_heartbeats(supervisor)) == []
 
 
 class LooksAround(Callback):

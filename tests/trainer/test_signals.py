@@ -1,76 +1,67 @@
-"""Stop signals are noted immediately, acted on at a boundary that all ranks agree on, and given back afterwards."""
+"""Stop signals are noted immediately, acted on at a boundary, and given back afterwards."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import signals as stop_module
-from lightning_faulttolerant.trainer.ranks import watch as watch_module
-from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.signals import StopReason, StopSignals, exit_code, signal_reason, stopped_by
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
-@pytest.fixture(autouse=True)
-def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Watch ten times as often, and check that each test restores the original handlers."""
-    monkeypatch.setattr(watch_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(stop_module, "_STUCK_FETCH_SECONDS", 0.05)
-    monkeypatch.setattr(stop_module, "end_process", lambda code, why: None)  # the original would end the tests
-    before = {signum: signal.getsignal(signum) for signum in (*BOTH, signal.SIGUSR1)}
-    yield
-    after = {signum: signal.getsignal(signum) for signum in before}
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-    assert after == before
-
-
-@contextlib.contextmanager
-def watched(grace_seconds: float) -> Iterator[StopSignals]:
-    """Handle stop signals, with the watching thread."""
-    signals = StopSignals(BOTH, grace_seconds=grace_seconds)
-    watch = Watch(signals)
-    signals.install({})
-    watch.start()
-    try:
-        yield signals
-    finally:
-        signals.uninstall()
-        watch.close()
-
-
-@pytest.fixture
-def stop() -> Iterator[StopSignals]:
-    """Stop signals that are handled while the test runs, with a long grace period."""
-    with watched(60.0) as signals:
-        yield signals
-
-
 class Clock:
     """Stands in for ``time`` where the code checks whether the grace period is over."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr(stop_module, "time", self)
+    now = 1000.0
 
     def monotonic(self) -> float:
         return self.now
 
-    def let_look_on(self, stop: StopSignals) -> None:
-        """Look eight times a second, for ten seconds."""
-        for _ in range(80):
+    def let_look_on(self, stop: StopSignals, seconds: float = 10.0) -> None:
+        """Look eight times a second."""
+        for _ in range(int(seconds * 8)):
             stop.look()
             self.now += 0.125
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Return the clock that the code uses."""
+    made = Clock()
+    monkeypatch.setattr(stop_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Return the ends of the process, which goes on."""
+    found: list[tuple[int, str]] = []
+    monkeypatch.setattr(stop_module, "end_process", lambda code, why: found.append((code, why)))
+    return found
+
+
+@pytest.fixture
+def stop(ends: list[tuple[int, str]]) -> Iterator[StopSignals]:
+    """Handle stop signals while the test runs; the original handlers are restored."""
+    before = {signum: signal.getsignal(signum) for signum in (*BOTH, signal.SIGUSR1)}
+    made = StopSignals(BOTH, grace_seconds=10.0)
+    yield made
+    made.uninstall()
+    made.uninstall()
+    after = {signum: signal.getsignal(signum) for signum in before}
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert after == before
 
 
 def send(signum: int) -> None:
@@ -78,153 +69,152 @@ def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
 
 
-def wait_for_signal(seconds: float = 5.0) -> None:
-    """Wait like a main thread that can't reach its next boundary."""
-    time.sleep(seconds)
-    raise AssertionError("nobody stepped in")
-
-
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
 def test_exit_codes(signum: signal.Signals, code: int) -> None:
     """A stopped process ends as the shell expects: with 128 plus the signal's number."""
-    assert exit_code(signum) == code
     error = stopped_by(signal_reason(signum), "before batch 3")
     assert isinstance(error, SystemExit)
-    assert error.code == code
+    assert error.code == exit_code(signum) == code
     assert str(error) == f"Stopped by {signum.name} before batch 3 (exit code {code})"
 
 
 @pytest.mark.parametrize("signum", BOTH)
-def test_first_signal_is_only_noted(signum: signal.Signals, stop: StopSignals) -> None:
-    """Nothing is raised where the signal arrives: the batch is finished first."""
+def test_first_signal_is_only_noted_and_ctrl_c_then_ends_at_once(signum: signal.Signals, stop: StopSignals) -> None:
+    """Nothing is raised where a signal arrives; a second SIGTERM counts once, a second Ctrl-C wants to stop now."""
+    stop.install({})
     assert stop.requested is None
     send(signum)
+    send(signal.SIGTERM)
     assert stop.requested == signal_reason(signum)
-
-
-@pytest.mark.parametrize("first", BOTH)
-def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals) -> None:
-    """A user who presses Ctrl-C again wants to stop immediately."""
-    send(first)
     with pytest.raises(TrainingStopped, match="at once, at the second signal") as error:
         send(signal.SIGINT)
     assert error.value.code == 130
 
 
+@pytest.mark.parametrize("signum", BOTH)
+def test_signal_that_another_rank_has_told_of_before_is_the_first_one(
+    signum: signal.Signals, stop: StopSignals
+) -> None:
+    """The line may report a signal to all ranks before a rank's own handler can run: the signal is not a second one."""
+    stop.is_alone = False
+    stop.install({})
+    stop.note(signal_reason(signal.SIGTERM))  # from the thread
+    send(signum)
+    with pytest.raises(TrainingStopped, match="at the second signal"):
+        send(signal.SIGINT)
+
+
 @pytest.mark.parametrize("code", [stop_module.DEADLINE_EXIT_CODE, 143])
 @pytest.mark.parametrize("requeues", [True, False])
-def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool) -> None:
+def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool, stop: StopSignals) -> None:
     """A rank that hears of a stop by the line has as much time as if it had received the signal itself."""
-    stop = StopSignals(BOTH, grace_seconds=20.0)
     stop.grace.announced_seconds = lambda: 120.0
-    stop.note(StopReason.from_text(StopReason(name="x", exit_code=code, requeues=requeues).to_text()))
-    is_announced = requeues or code != 143
-    assert (stop.grace.seconds_left() > 100) == is_announced
-    assert stop.grace.seconds_left() > 15
+    reason = StopReason(name="x", exit_code=code, requeues=requeues)
+    stop.note(StopReason.from_text(reason.to_text()))
+    assert stop.requested == reason
+    assert (stop.grace.seconds_left() > 100) == (requeues or code != 143)
 
 
-def test_handler_that_was_there_is_called_too() -> None:
-    """The user's own handler gets the first signal, with its frame, and is back in place afterwards."""
+def test_handler_that_was_there_is_called_too(stop: StopSignals) -> None:
+    """The user's own handler gets the first signal, with its frame; the requeue signal is one more stop signal."""
     heard: list[tuple[int, bool]] = []
 
     def own(signum: int, frame: FrameType | None) -> None:
         heard.append((signum, frame is not None))
 
-    before = signal.signal(signal.SIGTERM, own)
-    stop = StopSignals(BOTH, grace_seconds=60.0)
-    stop.install({signal.SIGTERM: own})
+    stop.install({signal.SIGTERM: own}, requeue_signal=signal.SIGUSR1)
+    stop.grace.announced_seconds = lambda: 90.0
+    send(signal.SIGUSR1)
+    assert stop.requested == StopReason(name="SIGUSR1", exit_code=138, requeues=True)
+    assert 80 < stop.grace.seconds_left() <= 90
     send(signal.SIGTERM)
-    send(signal.SIGTERM)
-    stop.uninstall()
-    assert heard == [(signal.SIGTERM, True)]
-    assert stop.requested == signal_reason(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is own
-    signal.signal(signal.SIGTERM, before)
+    assert heard in ([], [(signal.SIGTERM, True)])
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("x")])
-def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_that_raises_ends_no_run_unsaved(
+    error: BaseException, stop: StopSignals, caplog: pytest.LogCaptureFixture
+) -> None:
     """A script whose own handler calls sys.exit is saved too; one message afterwards says what became of the exit."""
 
     def own(*_: object) -> None:
         raise error
 
-    stop = StopSignals(BOTH, grace_seconds=60.0)
     stop.install({signal.SIGTERM: own})
     send(signal.SIGTERM)
     assert caplog.messages == []
     stop.look()
-    stop.uninstall()
     assert stop.requested == signal_reason(signal.SIGTERM)
     [told] = caplog.messages
     assert f"own handler of SIGTERM has raised {error!r}" in told
 
 
-def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("original", [signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None])
+def test_handlers_that_would_end_the_process_are_not_called(original: Any, stop: StopSignals) -> None:
+    """Python's own handler of Ctrl-C raises, and the default one ends the process: a stop must do neither."""
+    stop.install({signal.SIGINT: original})
+    send(signal.SIGINT)
+    assert stop.requested == signal_reason(signal.SIGINT)
+
+
+def test_outside_the_main_thread_nothing_is_taken(stop: StopSignals, caplog: pytest.LogCaptureFixture) -> None:
     """Python handles signals in the main thread only: in another thread this is reported, and the fit continues."""
-    stop = StopSignals(BOTH, grace_seconds=60.0)
     thread = threading.Thread(target=stop.install, args=({},))
     thread.start()
     thread.join()
     assert "fit does not run in the main thread" in caplog.text
-    stop.uninstall()
 
 
-def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
+def test_fetch_that_is_stuck_is_ended(stop: StopSignals, clock: Clock) -> None:
     """A stop that is requested while no batch comes does not wait until the grace period is over."""
-    stop.fetch_began = time.monotonic() - 100
+    stop.install({})
+    stop.fetch_began = clock.now - 100
+    clock.let_look_on(stop, 1)
+    assert stop.requested is None  # a slow fetch alone is not a reason to stop
     send(signal.SIGTERM)
-    began = time.monotonic()
     with pytest.raises(TrainingStopped, match="Stopped by SIGTERM while it waited for a batch from a worker") as error:
-        wait_for_signal(30)
+        clock.let_look_on(stop)
     assert error.value.code == 143
-    assert time.monotonic() - began > 0.04
 
 
 @pytest.mark.parametrize(("save_seconds", "expected"), [(0.0, 8.0), (6.0, 2.8), (100.0, 2.0)])
 def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
-    monkeypatch: pytest.MonkeyPatch, save_seconds: float, expected: float
+    save_seconds: float, expected: float, stop: StopSignals, clock: Clock
 ) -> None:
     """Of ten seconds, a save keeps what it takes, at least two; a batch gets at least two, even if no save can fit."""
-    clock = Clock(monkeypatch)
-    stop = StopSignals(BOTH, grace_seconds=10.0)
     stop.grace.save_seconds = lambda: save_seconds
     stop.install({})
     send(signal.SIGTERM)
     with pytest.raises(TrainingStopped):
         clock.let_look_on(stop)
-    stop.uninstall()
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
+    stop.grace.save_seconds = lambda: 10.0
+    assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
 
 
-def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the grace period is over, the process is ended, whatever its main thread does, even in a save."""
-    ends: list[tuple[int, str]] = []
-    monkeypatch.setattr(stop_module, "end_process", lambda code, why: ends.append((code, why)))
-    clock = Clock(monkeypatch)
-    with watched(0.25) as stop, stop.saving():
-        asked: list[StopReason] = []
-        stop.before_hard_end = asked.append
+def test_process_that_does_not_end_is_ended(stop: StopSignals, clock: Clock, ends: list[tuple[int, str]]) -> None:
+    """A save is left alone; when the grace period is over, the process is ended, whatever its main thread does."""
+    stop.install({})
+    asked: list[StopReason] = []
+    stop.before_hard_end = asked.append
+    with stop.saving():
         send(signal.SIGTERM)
-        clock.now += 0.125
-        time.sleep(0.1)
+        clock.let_look_on(stop, 9.75)
         assert ends == []
-        clock.now += 0.125
-        while not ends:  # pytest's timeout ends a test that never gets there
-            time.sleep(0.005)
+        clock.let_look_on(stop, 1)
     code, why = ends[0]
     assert code == 143
     assert "SIGTERM has asked the run to stop" in why
-    assert "within its grace period of 0.25 seconds" in why
+    assert "within its grace period of 10 seconds" in why
     assert asked[0] == signal_reason(signal.SIGTERM)
 
 
-def test_requeue_signal_asks_for_a_requeue() -> None:
-    """The signal that announces the end of a SLURM job is one more stop signal, with the time that the job has left."""
-    stop = StopSignals(BOTH, grace_seconds=20.0)
-    stop.install({}, requeue_signal=signal.SIGUSR1)
-    stop.grace.announced_seconds = lambda: 90.0
-    send(signal.SIGUSR1)
-    stop.uninstall()
-    assert stop.requested == StopReason(name="SIGUSR1", exit_code=138, requeues=True)
-    assert 80 < stop.grace.seconds_left() <= 90
+def test_rank_among_several_is_not_interrupted(stop: StopSignals, clock: Clock) -> None:
+    """Others may wait for it in a collective: it reaches the appointed boundary, or is ended."""
+    stop.is_alone = False
+    stop.install({})
+    stop.fetch_began = time.monotonic() - 100
+    send(signal.SIGTERM)
+    clock.let_look_on(stop, 9.5)
+    stop.note(signal_reason(signal.SIGINT))
+    assert stop.requested == signal_reason(signal.SIGTERM)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.trainer.identity import starts
-from lightning_faulttolerant.trainer.identity.starts import ProcessStart, start_directory, start_of_process
+from lightning_faulttolerant.trainer.identity.starts import ProcessStart, start_of_process
 
 
 @pytest.fixture
@@ -94,25 +93,6 @@ def test_child_of_multiprocessing() -> None:
     child.join()
     assert start.is_one_of_many
     assert not start.is_killed_at_end
-
-
-def test_directory_that_the_script_changes_to(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the shell's if the script's name leads to it from there, or if this package was imported there."""
-    inner, other = tmp_path / "outputs" / "1", tmp_path / "other"
-    inner.mkdir(parents=True)
-    other.mkdir()
-    main("/nowhere/train.py")
-    monkeypatch.setattr(sys, "argv", ["/nowhere/train.py"])
-    monkeypatch.chdir(inner)
-    assert start_directory({"PWD": str(tmp_path)}) == str(inner)  # of a process that has started this one here
-    monkeypatch.setattr(starts, "_IMPORTED_IN", str(tmp_path))
-    assert start_directory({"PWD": str(tmp_path)}) == str(tmp_path)
-    assert start_directory({}) == str(inner)
-    assert start_directory({"PWD": "relative"}) == str(inner)
-    (other / "train.py").touch()
-    main(other / "train.py")
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    assert start_directory({"PWD": str(other)}) == str(other)
 
 
 def test_hydra(main: Any, tmp_path: Path) -> None:

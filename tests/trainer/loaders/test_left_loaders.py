@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.trainer.loaders.trackers import place_or_none, skip_consumed
+from lightning_faulttolerant.trainer.loaders.trackers import skip_consumed
 
 
 class Unsized(list[int]):
@@ -54,17 +52,3 @@ def first_after(loader: list[int], *, index: int, num_ahead: int = 0, **state: A
 def test_skips_what_was_consumed(loader: Any, arguments: dict[str, Any], first: int | None) -> None:
     """The next batch is the first one that was not consumed."""
     assert first_after(loader, **arguments) == first
-
-
-def test_loader_that_cant_say_where_it_is() -> None:
-    """With strict, this is an error; otherwise its place is left out, and the reason is noted."""
-
-    def lost() -> Any:
-        raise NotExactError("a worker died")
-
-    with pytest.raises(NotExactError, match="a worker died"):
-        place_or_none("train/0", lost, Exactness())
-    exactness = Exactness(strict=False)
-    assert place_or_none("train/0", lost, exactness) is None
-    assert exactness.reasons == ["Loader train/0 has no position to resume from: a worker died"]
-    assert place_or_none("train/0", lambda: 3, Exactness(strict=False)) == 3

@@ -85,16 +85,6 @@ class WithMean(Shuffled):
         self.mean = sum(self.number(i) for i in range(5)) / 5
 
 
-class Captioned(Names):
-    """Has sentences in file order, class names, and files in numerical order."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.captions = [f"{word} is the word of number {i}" for i, word in enumerate("zyxwvut" * num)]
-        self.classes = {"truck": "t", "bird": "b", "cat": "a"}
-        self.files = [f"p{i}" for i in range(num)]
-
-
 class OtherNames(Names):
     """Has other files in each start."""
 
@@ -102,42 +92,9 @@ class OtherNames(Names):
         return [name.replace("part", f"part-{random.random()}") + str(random.random()) for name in names]
 
 
-class OtherLabels(Names):
-    """Has other labels next to its file names."""
-
-    def in_order(self, names: list[str]) -> Any:
-        return [(name, random.randrange(100)) for name in names]
-
-    def number(self, index: int) -> int:
-        return int(self.names[index][0][-7:-4])
-
-
-class OtherNumbers(Names):
-    """Has other whole numbers in a list, and in a mapping."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.numbers = [random.randrange(1000) for _ in range(num)]
-        self.mapping = {f"word-{i}": random.randrange(1000) for i in range(num)}
-
-
 def part_without_the_rest() -> Loaders:
     """Return a part of a data set without the parts with the other samples."""
     return loaders_of(Subset(Names(), random.sample(range(36), 20)), Names(8))
-
-
-def part_whose_test_set_comes_later() -> Loaders:
-    """Return parts; one of them no longer exists when training begins."""
-    train, validation, _ = random_split(Names(), [20, 8, 8])
-    _.indices = []
-    return loaders_of(train, validation)
-
-
-def two_parts_of_one_size() -> Loaders:
-    """Return parts; two of them can't be distinguished."""
-    parts = random_split(Names(), [20, 4, 4, 8])
-    HIDDEN.append([{"first": {"in": parts[1]}}, {"second": {"in": parts[2]}}])
-    return loaders_of(parts[0], parts[3])
 
 
 HIDDEN: list[Any] = []
@@ -147,12 +104,8 @@ HIDDEN: list[Any] = []
     ("make", "message"),
     [
         (of(OtherNames), r"train/0\.dataset\.names: '\[20\] crc \w{8}' when it was saved, '\[20\] crc \w{8}' now"),
-        (of(OtherLabels), r"train/0\.dataset\.names: '\[20\] crc"),
-        (of(OtherNumbers), r"train/0\.dataset\.numbers: '\[20\] crc[\s\S]*train/0\.dataset\.mapping: '\[20\] crc"),
         (of(WithMean), r"train/0\.dataset\.mean: .*; it may depend on values that were drawn without a seed"),
         (part_without_the_rest, r"train/0\.dataset: .*; not all parts of its split are known"),
-        (part_whose_test_set_comes_later, r"train/0\.dataset: .*; not all parts of its split are known"),
-        (two_parts_of_one_size, r"train/0\.dataset: .*of the same size that can't be distinguished"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -167,23 +120,12 @@ def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp
     assert re.search(rf"NOT EXACT {message}", output)
 
 
-class Timed(Names):
-    """Notes how long it took to read it, and the process."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.load_times = [random.random() for _ in range(3)]
-        self.process = {"pid": random.randrange(10_000)}
-
-
 @pytest.mark.parametrize(
     ("seed", "make", "told"),
     [
         (None, split_at_random, "train/0.dataset"),
         (None, of(Shuffled), "train/0.dataset.names"),
         (None, of(Names), None),
-        (None, of(Timed), None),
-        (None, of(Captioned), None),
         (1, split_at_random, None),
     ],
 )

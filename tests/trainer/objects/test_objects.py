@@ -255,23 +255,6 @@ def test_each_remedy_works(kind: type[Net]) -> None:
     assert_resumes_exactly(fits, [KillAt(3)], options={"every_n_train_steps": 1})
 
 
-class Iterates(Net):
-    """Takes more batches from its own loader."""
-
-    def on_fit_start(self) -> None:
-        self.more = iter(DataLoader(NoisyDataset(8), batch_size=4))
-
-
-def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Such a loader can't be followed: an error before the first batch, or without strict a line of the report."""
-    reason = r"The iterator module\.more can't be resumed exactly: the position of its loader is not saved"
-    with pytest.raises(NotExactError, match=reason):
-        fit(tmp_path, Iterates(), [FaultTolerance(tmp_path / "strict")])
-    path = save(tmp_path, Iterates(), FaultTolerance(tmp_path / "first", strict=False))
-    [line] = resume(tmp_path, path, Iterates()).not_exact
-    assert line.startswith("The iterator module.more can't be resumed exactly")
-
-
 BATCHES: Any = None
 
 

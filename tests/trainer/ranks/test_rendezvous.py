@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import distributed as dist
 
-from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix, apart_from_earlier_ranks
-from tests.runs import Net, fit_net, make_trainer
+from lightning_faulttolerant.trainer.ranks.strategies import agree_on_prefix
+from tests.runs import fit_net
 from tests.scripts import protected
 
 UNDER_TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -59,10 +59,6 @@ def test_ranks_agree_and_leave_out_the_dead(port: int) -> None:
     assert len({first, second, alone}) == 3
 
 
-class FsdpOnCpu(FSDPStrategy):
-    """Lightning allows a subclass there."""
-
-
 class Asked(Exception):  # noqa: N818 - it tells what a process group was to be created from
     """Ends the creation of a process group."""
 
@@ -75,26 +71,6 @@ def stops_there(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Asked(positional, arguments)
 
     monkeypatch.setattr(dist, "init_process_group", create)
-
-
-def asked(setup: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments with which `setup` creates a process group."""
-    with pytest.raises(Asked) as raised:
-        apart_from_earlier_ranks(setup)
-    return raised.value.args
-
-
-@pytest.mark.usefixtures("under_torchrun", "stops_there")
-@pytest.mark.parametrize("strategy", [DDPStrategy, FsdpOnCpu, ModelParallelStrategy])
-def test_each_strategy_creates_its_group_apart(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning creates the group itself, with its own arguments, in a part of the store."""
-    trainer = make_trainer([], tmp_path, devices=1, strategy=strategy(timeout=SECONDS))
-    trainer.strategy.connect(Net())
-    positional, arguments = asked(trainer.strategy.setup_environment)
-    assert isinstance(arguments.pop("store"), dist.PrefixStore)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert (positional, arguments) == asked(trainer.strategy.setup_environment)
-    assert arguments["timeout"] == SECONDS
 
 
 @pytest.mark.usefixtures("under_torchrun", "stops_there")

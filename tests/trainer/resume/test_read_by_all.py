@@ -7,14 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_faulttolerant import atomic_torch_save
-from lightning_faulttolerant.checkpoint.ranks import identity_of
 from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from lightning_faulttolerant.trainer.resume.choice import Choice, read_by_all
-from tests.checkpoint.writers import SHARDS
 from tests.ranks import on_ranks
 
 NAME = "autosave-00000001-epoch=0-batch=3.ckpt"
@@ -65,22 +62,3 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     for answer in read(tmp_path):
         assert "rank 1: DamagedCheckpointError" in answer
-
-
-@pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
-def test_the_identity_is_that_of_the_content(is_directory: bool, tmp_path: Path) -> None:
-    """Two autosaves of one size differ in it, and a copy does not."""
-    found = []
-    for number in (3, 4):
-        here = tmp_path / str(number)
-        if is_directory:
-            SHARDS.save(here, number)
-            [path] = here.glob("autosave-*.ckpt")
-            shutil.copytree(path, tmp_path / f"copy-{number}")
-        else:
-            save(here / NAME, number)
-            path = here / NAME
-            shutil.copyfile(path, tmp_path / f"copy-{number}")
-        found.append(identity_of(path))
-        assert identity_of(tmp_path / f"copy-{number}") == found[-1]
-    assert found[0] != found[1]

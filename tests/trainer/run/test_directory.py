@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.run.directory import check_run_id, run_id_of
@@ -27,6 +26,7 @@ def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
     return run_id_of(None, start_of_process(argv, environment).run_id, environment)
 
 
+@settings(max_examples=20, deadline=None)
 @given(arguments=st.lists(st.text(max_size=20), max_size=5))
 def test_same_command_same_run(arguments: list[str]) -> None:
     """Script and arguments decide, not how the interpreter was called; the id is valid."""
@@ -36,6 +36,7 @@ def test_same_command_same_run(arguments: list[str]) -> None:
     assert one.startswith("train-")
 
 
+@settings(max_examples=20, deadline=None)
 @given(one=st.lists(st.text(alphabet="ab -=", max_size=4), max_size=3), other=st.data())
 def test_other_arguments_other_run(one: list[str], other: st.DataObject) -> None:
     """Another list of arguments is another run, even if both lists read alike when joined."""
@@ -108,38 +109,3 @@ def test_bad_ids_are_refused(run_id: str) -> None:
 def test_good_ids_are_kept(run_id: str) -> None:
     """Good ids come back unchanged."""
     assert check_run_id(run_id) == run_id
-
-
-SCRIPT = """
-import os, sys
-from pathlib import Path
-from lightning_faulttolerant.trainer.run.directory import open_run
-run = open_run(Path(sys.argv[1]), "run")
-path = run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
-if sys.argv[2] == "raises":
-    raise RuntimeError("of the user")
-if os.fork() == 0:
-    sys.exit(0)  # a child's end, with all that runs at an exit, is not the run's
-os.wait()
-assert os.path.exists(path)
-run.end_fit()
-"""
-
-
-def end_of(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
-    """Run a process that opens a run, saves, and ends in the given way."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def test_autosaves_go_when_the_process_ends_well(tmp_path: Path) -> None:
-    """A process that ends normally leaves nothing; the end of its child removes nothing."""
-    ended = end_of(tmp_path, "ends")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_autosaves_stay_when_the_script_raises(tmp_path: Path) -> None:
-    """An uncaught exception, after fit too, leaves the autosaves for the next start."""
-    assert "of the user" in end_of(tmp_path, "raises").stderr
-    assert len(list(tmp_path.glob("run/fit-1/autosave-*.ckpt"))) == 1

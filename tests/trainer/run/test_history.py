@@ -109,17 +109,6 @@ def test_end_has_a_reason(exception: BaseException | None, reason: str, text: st
 # A file.
 
 
-def test_script_that_ended_is_noted_where_there_is_a_history(tmp_path: Path) -> None:
-    """The end of a script is noted after its fits; without fits nothing is written."""
-    LocalHistory(str(tmp_path)).close()
-    assert list(tmp_path.iterdir()) == []
-    file = LocalHistory(str(tmp_path))
-    file.add({"event": "begin", "fit": 1, "time": 1.0})
-    file.flush()
-    file.close()
-    assert events(read_lines(tmp_path / "history.jsonl")) == ["begin", "done"]
-
-
 @pytest.mark.parametrize("how", ["directory is gone", "is a directory", "disk is full"])
 def test_history_that_cannot_be_written_is_announced_once(
     trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.records.goodput import Account, ContinuedEvaluation
-from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, RunHistory
+from lightning_faulttolerant.records.history import RunHistory
 from lightning_faulttolerant.records.history_parser import history_of
 from lightning_faulttolerant.records.lines import parse_lines
 from lightning_faulttolerant.trainer.run.history_file import shortened, text_of
@@ -63,20 +63,6 @@ def test_shortened_history_continues(story: Story, more: Story, num_kept: int) -
     assert [len(chapter.processes) for chapter in short.chapters] == [
         len(chapter.processes) for chapter in whole.chapters
     ]
-
-
-def test_weeks_of_autosaves_become_short() -> None:
-    """A run with an autosave each half minute for a week takes only the space of the newest ones."""
-    story = Story().begin().start()
-    for _ in range(20_000):
-        story.train(10, 5).alive().train(10, 5).alive().train(10, 5).autosave(seconds=0.25, num_bytes=1000)
-    lines = shortened(story.lines, max_bytes=10**6)
-    assert len(text_of(lines)) < 60_000
-    assert [line["event"] for line in lines].count(AUTOSAVE) == 200
-    assert [line["event"] for line in lines].count(ALIVE) == 0
-    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
-    assert (sums["number"], sums["seconds"], sums["bytes"]) == (19_800, 19_800 * 0.25, 19_800_000)
-    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
 
 
 def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:

@@ -141,17 +141,6 @@ def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pa
     assert max(after - before for before, after in zip(run.saves[-20:], run.saves[-19:], strict=False)) <= 20.5
 
 
-def test_failures_that_take_long_do_not_take_all_of_the_time() -> None:
-    """A store that takes a minute to fail is tried ever more rarely, but never given up."""
-    run = Run(
-        save_seconds=lambda number: 60.0 if 300 <= run.now - 1000 < 40_000 else 0.2,
-        fails=lambda now: 300 <= now < 40_000,
-    )
-    run.train(60_000)
-    assert 60.0 * len(run.failures) < 0.03 * 40_000
-    assert min(seconds for seconds in run.saves if seconds > 40_000) <= 46_100
-
-
 def test_failures_set_the_interval_by_youngs_formula() -> None:
     """With a failure each 1000 s and saves of 0.2 s, an autosave comes each 20 s, and captures do not put it off."""
     run = Run(failures=Failures(number=10, seconds=10_000.0), captures_always=True, capture_seconds=0.001)

@@ -200,39 +200,3 @@ def test_order_is_the_indices_of_the_batch(kind: str, tmp_path: Path) -> None:
     """It is the digest of the indices that each loader's sampler yielded for the trained batch."""
     arguments, expected = ORDERS[kind]
     assert orders_of(ledger_of(tmp_path, **arguments())) == expected
-
-
-class Manual(Net):
-    """Steps the optimizer itself, and returns nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
-def test_a_manual_step_may_have_no_loss(tmp_path: Path) -> None:
-    """If the step returns no loss, the ledger has none; all other fields exist."""
-    fit = ledger_of(tmp_path, module=Manual())
-    assert [line["loss"] for line in fit.of("batch")] == [None] * 4
-    assert all(line["order"] and line["content"] and line["rng"] for line in fit.of("batch"))
-
-
-class Spoils(Net):
-    """Changes its batch in the step."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        batch.data.zero_()
-        return loss
-
-
-def test_content_is_that_of_before_the_step(usual: FitLines, tmp_path: Path) -> None:
-    """Changes that a step makes to its batch are not in the content."""
-    contents = [[line["content"] for line in fit.of("batch")] for fit in (usual, ledger_of(tmp_path, module=Spoils()))]
-    assert contents[0] == contents[1]

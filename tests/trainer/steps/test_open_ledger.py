@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
-from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, LEDGER_VARIABLE, path_of_rank
-from lightning_faulttolerant.trainer import process
+from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.ledgers import read_ledger, with_ledger
@@ -40,17 +39,6 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(read_ledger(path).fits) == 1
     fit_once(tmp_path, with_ledger(other, tmp_path / "saves", run_id="other"))
     assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
-
-
-def test_a_path_that_can_not_be_written_is_an_error_at_the_start(tmp_path: Path) -> None:
-    """The error names the path and the remedy before anything is trained."""
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "ledger.jsonl"
-    module = Net()
-    before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(LedgerError, match=r"can't be written to .*file/ledger.jsonl.*Set PL_FAULT_TOLERANT_LEDGER"):
-        fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=module)
-    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
@@ -108,24 +96,6 @@ def test_checkpoints_are_as_without(tmp_path: Path) -> None:
     assert "ledger" not in str(written)
     assert without.keys() == written.keys()
     assert str(without["loops"]) == str(written["loops"])
-
-
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_what_a_finder_trains_is_not_in_it(switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial steps of a LearningRateFinder are not batches of the fit, and trigger no fault."""
-    monkeypatch.setenv(VARIABLE, switch)
-    monkeypatch.setenv(FAULT_VARIABLE, "1:0:3:start")
-    monkeypatch.setattr(process, "num_fits", {})
-
-    class Tuned(Net):
-        lr = 0.01
-
-    path = tmp_path / "ledger.jsonl"
-    finder = LearningRateFinder(num_training_steps=6)
-    fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), finder, module=Tuned(), limit_train_batches=3)
-    [fit] = read_ledger(path).fits
-    assert finder.optimal_lr is not None
-    assert [line["batch"] for line in fit.of("batch")] == [0, 1, 2]
 
 
 # With fault tolerance switched off.
