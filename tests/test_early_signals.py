@@ -22,7 +22,6 @@ def run(*lines: str, environment: Mapping[str, str] = SLURM) -> subprocess.Compl
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
 
 

@@ -263,9 +263,7 @@ def test_notice_in_a_script(lines: str, code: int, requeues: bool, tmp_path: Pat
     job = Job(tmp_path)
     (tmp_path / "train.py").write_text(f"import os, signal, sys\nfrom pathlib import Path\n{lines}")
     own = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHONPATH": os.getcwd(), **job.environment}
-    ended = subprocess.run(
-        [sys.executable, "train.py"], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run([sys.executable, "train.py"], env=own, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
     assert job.log.exists() is requeues
     assert requeues or ended.stdout.splitlines()[-2:] == ["left", "continues"]

@@ -27,7 +27,7 @@ raise KeyError("another")
 def test_traceback_is_printed_once(again: str, num_tracebacks: int) -> None:
     """If the exception ends the process, Python adds one line; another exception keeps its own traceback."""
     script = SCRIPT.format(again=again)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback (most recent call last)") == num_tracebacks
     assert "[rank 1] FaultTolerance: an exception has ended this rank." in ended.stderr
