@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import shutil
-import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter, find_damage
+from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, base_name, bases_in, remove_unused
-from lightning_faulttolerant.checkpoint.increments import bytes_of, pickled
+from lightning_faulttolerant.checkpoint.increments import bytes_of
 from lightning_faulttolerant.checkpoint.joined_file import (
-    JoinedFile,
     Place,
     References,
     find_whole_damage,
@@ -29,8 +25,7 @@ from lightning_faulttolerant.checkpoint.joined_file import (
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file, verify_path
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
-from tests.faulty_files import FaultyFiles, PowerLoss
-from tests.file_faults import fail_with
+from tests.faulty_files import PowerLoss
 
 NUM_VALUES = 2000
 
@@ -102,23 +97,6 @@ def series(tmp_path: Path) -> AutosaveSeries:
     return AutosaveSeries(tmp_path / "fit-1", keep_last=2, incremental=True)
 
 
-def test_the_pickle_is_that_of_torch() -> None:
-    """An autosave is what torch would have written, also with a newer torch."""
-    content = {
-        **checkpoint(1, **frozen()),
-        "storage": torch.ones(3).untyped_storage(),
-        "sparse": torch.eye(2).to_sparse(),
-    }
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with zipfile.ZipFile(buffer) as archive:
-        assert pickled(content)[0] == archive.read("archive/data.pkl")
-        sizes = {record.filename: record.file_size for record in archive.infolist()}
-    assert {f"archive/data/{key}": storage.nbytes() for key, storage in pickled(content)[1].items()} == {
-        name: size for name, size in sizes.items() if name.startswith("archive/data/")
-    }
-
-
 def test_only_what_changed_is_written(series: AutosaveSeries) -> None:
     """The first autosave and the later ones load as they were saved, and contain one tensor of seven."""
     state = frozen()
@@ -168,47 +146,12 @@ def test_a_change_that_torch_does_not_count_is_saved(series: AutosaveSeries, cha
     assert content_of(loaded) == content_of(quiet)
 
 
-class _Interrupted(dict[Any, Any]):
-    """Raises once when something is deleted, as a signal handler may."""
-
-    is_armed = True
-
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        if self.is_armed:
-            self.is_armed = False
-            raise KeyboardInterrupt
-
-
-def test_a_change_is_saved_after_a_save_that_was_interrupted(series: AutosaveSeries) -> None:
-    """A signal handler may raise while the tensor is being forgotten."""
-    quiet = torch.zeros(NUM_VALUES)
-    for step in range(2):
-        save(series, checkpoint(step, quiet=quiet))
-    quiet[7] = 1
-    assert series._increments is not None
-    series._increments._copies = _Interrupted(series._increments._copies)
-    with pytest.raises(KeyboardInterrupt):
-        save(series, checkpoint(2, quiet=quiet))
-    assert torch.equal(load_file(save(series, checkpoint(2, quiet=quiet)))["state_dict"]["quiet"], quiet)
-
-
 @pytest.mark.parametrize("num_values", [NUM_VALUES - 1, NUM_VALUES + 1, 300, 0])
 def test_a_tensor_of_another_size_is_saved(series: AutosaveSeries, num_values: int) -> None:
     """Also if it begins as the one before, which it replaces."""
     save(series, checkpoint(0, cache=torch.ones(NUM_VALUES)))
     loaded = load_file(save(series, checkpoint(1, cache=torch.ones(num_values))))["state_dict"]["cache"]
     assert torch.equal(loaded, torch.ones(num_values))
-
-
-def test_if_everything_changes_autosaves_are_plain_files(series: AutosaveSeries) -> None:
-    """A base that nothing refers to any more is not kept."""
-    for step in range(4):
-        path = save(series, checkpoint(step))
-    assert [path.name for path in sorted(path.parent.iterdir())] == [
-        f"autosave-0000000{number}-epoch=0-batch={number - 1}.ckpt" for number in (3, 4)
-    ]
-    assert torch.load(path, weights_only=True)["global_step"] == 3
 
 
 def test_what_stops_changing_comes_into_a_new_base(series: AutosaveSeries) -> None:
@@ -263,16 +206,6 @@ def test_tensors_of_a_librarys_own_class(series: AutosaveSeries) -> None:
         loaded = load_file(path, weights_only=False)["own"][0]
         assert type(loaded) is Quantized
         assert torch.equal(loaded.as_subclass(Tensor), own.as_subclass(Tensor))
-
-
-def test_no_key_stands_for_a_tensor_within_an_object(series: AutosaveSeries) -> None:
-    """Not even an empty one, with a list below it, is mistaken for the number of such a tensor."""
-    own = torch.ones(NUM_VALUES).as_subclass(Quantized)
-    for step in range(3):
-        path = save(series, {**checkpoint(step), "": [torch.zeros(NUM_VALUES)], "own": own})
-        loaded = load_file(path, weights_only=False)
-        assert torch.equal(loaded[""][0], torch.zeros(NUM_VALUES))
-        assert torch.equal(loaded["own"].as_subclass(Tensor), torch.ones(NUM_VALUES))
 
 
 def test_a_new_process_writes_its_own_base(series: AutosaveSeries) -> None:
@@ -338,26 +271,6 @@ def test_a_bad_base_costs_one_autosave(series: AutosaveSeries) -> None:
         AutosaveSeries(directory).newest()
 
 
-def test_a_base_that_finds_no_room_is_written_by_the_next_save(series: AutosaveSeries) -> None:
-    """The error is raised, what was saved stays, nothing is left, and what changed meanwhile is saved."""
-    state = frozen()
-    first = save(series, checkpoint(0, **state))
-    for _ in range(2):
-        with (
-            FaultyFiles(first.parent, fail_with(errno.ENOSPC), kind="write"),
-            pytest.raises(OSError, match="No space left on device"),
-        ):
-            save(series, checkpoint(1, **state))
-        assert sorted(path.name for path in first.parent.iterdir()) == sorted([first.name, *bases(first.parent)])
-        assert load_file(first)["global_step"] == 0
-        state["half"].data[9] = 7
-    for step in (2, 3):
-        loaded = load_file(save(series, checkpoint(step, **state)))["state_dict"]
-        del loaded["head"]
-        assert_equal(loaded, state)
-    assert len(bases(first.parent)) == 2
-
-
 def test_a_copy_without_its_base_is_refused_with_its_name(series: AutosaveSeries, tmp_path: Path) -> None:
     """The error names the base, and what to do; with the base next to it or above, the copy loads."""
     path = save(series, checkpoint(0, **frozen()))
@@ -375,30 +288,6 @@ def test_a_copy_without_its_base_is_refused_with_its_name(series: AutosaveSeries
         shutil.copy(base, place)
         assert load_file(copy)["global_step"] == 0
         (place / base.name).unlink()
-
-
-def test_the_base_is_found_however_the_path_is_written(
-    series: AutosaveSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Relative to any directory, and through links to the autosave or to its directory."""
-    for step in range(3):
-        save(series, checkpoint(step, **frozen()), keep=step == 0)
-    kept_folder = Path(series.directory) / "kept"
-    [kept] = kept_folder.iterdir()
-    (kept_folder / "within").mkdir()
-    (tmp_path / "link.ckpt").symlink_to(kept)
-    (tmp_path / "linked").symlink_to(kept_folder)
-    for place, path in {
-        kept_folder: kept.name,
-        kept_folder / ".": f"./{kept.name}",
-        kept_folder / "within": f"../{kept.name}",
-        kept_folder.parent: f"kept/{kept.name}",
-        tmp_path: "link.ckpt",
-        tmp_path / "linked": f"./{kept.name}",
-        tmp_path / "linked" / "within": f"{tmp_path}/linked/{kept.name}",
-    }.items():
-        monkeypatch.chdir(place)
-        assert load_file(path)["global_step"] == 0
 
 
 def test_flipped_bytes_are_detected(series: AutosaveSeries) -> None:
@@ -442,29 +331,6 @@ def test_kept_and_superseded_autosaves_hold_their_base(series: AutosaveSeries) -
     left.unlink()
     remove_unused(series.store)
     assert bases(directory) == []
-
-
-def test_a_finished_run_leaves_nothing(series: AutosaveSeries) -> None:
-    """Bases go with the autosaves, also one that a killed process has left, or has not completed."""
-    directory = Path(series.directory)
-    save(series, checkpoint(0, **frozen()))
-    (directory / "base-0a1b2c3d.tensors").write_bytes(b"x")
-    AutosaveSeries(directory).remove_all()
-    assert not directory.exists()
-
-
-def test_removals_are_flushed_before_a_base_goes(series: AutosaveSeries, tmp_path: Path) -> None:
-    """A disk may keep some removals and not others: an autosave that comes back must find its base."""
-    for step in (0, 1):
-        save(series, checkpoint(step, **frozen()))
-    with FaultyFiles(tmp_path, lambda step, carry_out: carry_out()) as files:
-        AutosaveSeries(series.directory).remove_all()
-    kinds = [(step.kind, step.path.name) for step in files.steps if step.kind in ("unlink", "fsync_directory")]
-    unlinked = [name for kind, name in kinds if kind == "unlink"]
-    assert [name.partition("-")[0] for name in unlinked] == ["autosave", "autosave", "base", "base"]
-    assert ("fsync_directory", "fit-1") in kinds[
-        kinds.index(("unlink", unlinked[1])) : kinds.index(("unlink", unlinked[2]))
-    ]
 
 
 @pytest.mark.parametrize("keeps", ["synced", "names", "removals"])
@@ -549,33 +415,6 @@ def test_references_of_absurd_size_are_damage(tmp_path: Path, padding: int) -> N
     _write_with_references(tmp_path / "a.ckpt", records + b" " * padding)
     with pytest.raises(DamagedCheckpointError, match="more than" if padding else "share bytes"):
         verify_file(tmp_path / "a.ckpt")
-
-
-class _Zeros(io.RawIOBase):
-    """A base of any size, without content."""
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return 6 << 30 if whence == os.SEEK_END else offset
-
-    def readinto(self, buffer: Any) -> int:
-        return len(buffer)
-
-
-def test_tensors_of_more_than_4_gb() -> None:
-    """Sizes and places that need 64 bits are written as a zip file has them."""
-    own = io.BytesIO()
-    writer = RecordWriter(own)
-    writer.add("data.pkl", [memoryview(b"\x80\x02K\x03.")])
-    writer.add(*((VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])))
-    writer.end()
-    large, small = Place(offset=0, num_bytes=5 << 30, crc32=1), Place(offset=0, num_bytes=0, crc32=0)
-    references = References(base="base-0a1b2c3d.tensors", records={"data/0": large, "data/1": small})
-    joined: Any = JoinedFile(own, _Zeros(), references)  # type: ignore[arg-type]
-    assert find_damage(joined, without="0") is None
-    with zipfile.ZipFile(joined) as archive:
-        records = {record.filename: record for record in archive.infolist()}
-    assert records["archive/data/0"].file_size == 5 << 30
-    assert records["archive/data/1"].header_offset > 5 << 30
 
 
 def test_the_joined_file_is_a_plain_one(series: AutosaveSeries, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_faulttolerant import DamagedCheckpointError, atomic_torch_save
-from lightning_faulttolerant.checkpoint import ranks
 from lightning_faulttolerant.checkpoint.ranks import RankReader, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import KEY, part_in
 from lightning_faulttolerant.checkpoint.verify import verify_file
@@ -163,13 +162,6 @@ def test_where_the_file_system_maps_no_files_all_is_read(
     for rank in (0, 2):
         assert_is_state_of(RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0), rank)
     assert len(was_refused) == 2
-
-
-def test_where_files_can_not_be_mapped_all_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is the same without ``/proc``."""
-    original = ranks.load_open_file
-    monkeypatch.setattr(ranks, "load_open_file", lambda *arguments, mapped=False: original(*arguments))
-    assert_is_state_of(RankReader(rank=2, num_ranks=NUM_RANKS).load(path, verifies_all=False), 2)
 
 
 def test_a_state_that_would_not_load_stays_as_it_is() -> None:

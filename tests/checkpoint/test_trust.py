@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint import trust
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from tests.processes import in_child
 
@@ -31,16 +30,11 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture
-def own_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the group of the files the user's alone, as on systems with one group for each user."""
-    monkeypatch.setattr(trust, "_is_users_alone", lambda group_id: True)
-
-
-@pytest.fixture
-def shared_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put others in the group of the files."""
-    monkeypatch.setattr(trust, "_is_users_alone", lambda group_id: False)
+def _group_of(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
+    """Let every group be one with the user's name, with these members."""
+    user = pwd.getpwuid(os.geteuid())
+    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group((user.pw_name, "x", number, list(members))))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [user])
 
 
 def reason(place: Path) -> str:
@@ -67,39 +61,27 @@ def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int)
     )
 
 
+GROUPS = {
+    "others": (["somebody"], None, True),
+    "the user's own, as on systems where a umask of 002 is usual": ([], None, False),
+    "the user's own, with an access list that gives rights to others": ([], b"a list", True),
+}
+
+
+@pytest.mark.parametrize(("members", "access_list", "is_refused"), GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("place", ["run/file", "run", "."])
-@pytest.mark.usefixtures("shared_group")
-def test_what_a_group_writes_to_is_not(directory: Path, place: str) -> None:
-    """A group with other members counts as others."""
+def test_what_a_group_writes_to(directory, monkeypatch, place, members, access_list, is_refused):
+    """A group with other members counts as others; the user's own does not, unless its rights are those of a list."""
     os.chmod(directory / place, 0o775)
-    assert "is writable by its group" in reason(directory / "run" / "file")
+    _group_of(monkeypatch, *members)
+    monkeypatch.setattr(os, "getxattr", lambda place, name: access_list or b"")
 
+    def main():  # what a process knows of groups, it keeps
+        found = why_not_trusted(directory / "run" / "file")
+        assert (found is not None and "is writable by its group" in found) == is_refused
+        assert is_refused or found is None
 
-@pytest.mark.usefixtures("own_group")
-def test_a_group_of_the_users_own_is_nobody_else(directory: Path) -> None:
-    """On systems where each user has a group, a umask of 002 is usual."""
-    os.chmod(directory / "run", 0o775)
-    os.chmod(directory / "run" / "file", 0o664)
-    assert why_not_trusted(directory / "run" / "file") is None
-
-
-@pytest.mark.usefixtures("own_group")
-def test_an_access_list_counts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an access list gives rights to others, the group's bits are those of everyone on the list."""
-    os.chmod(directory / "run", 0o775)
-    monkeypatch.setattr(os, "getxattr", lambda place, name: b"a list" if name == "system.posix_acl_access" else b"")
-    assert "is writable by its group" in reason(directory / "run" / "file")
-
-
-def test_a_group_is_the_users_own_by_name_and_members() -> None:
-    """It is a group without other members, and not the primary group of another user."""
-    assert not trust._is_users_alone(next(number for number in range(50000, 60000) if not _is_group(number)))
-    daemon = pwd.getpwnam("daemon")
-    assert not trust._is_users_alone(daemon.pw_gid)
-
-
-def _is_group(number: int) -> bool:
-    return any(group.gr_gid == number for group in grp.getgrall())
+    assert in_child(main) == 0
 
 
 @needs_root
