@@ -48,20 +48,10 @@ def process(before: Callable[[], object] = int, after: Callable[[], object] = in
             os.waitpid(process_id, 0)
 
 
-def ends_soon(process_id: int) -> bool:
-    """Return whether a process ends within some seconds."""
-    deadline = time.monotonic() + 10
-    while is_running(process_id) and time.monotonic() < deadline:
+def wait_for_end(*process_ids: int, directory: Path | None = None) -> None:
+    """Wait until processes have ended, and until a directory is removed."""
+    while any(map(is_running, process_ids)) or (directory is not None and directory.exists()):
         time.sleep(0.01)
-    return not is_running(process_id)
-
-
-def gone(directory: Path) -> bool:
-    """Return whether a directory is removed within some seconds."""
-    deadline = time.monotonic() + 20
-    while directory.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not directory.exists()
 
 
 def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory: Path, tmp_path: Path) -> None:
@@ -80,8 +70,7 @@ def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory:
     if not supervisor:
         supervise()
     os.waitpid(supervisor, 0)
-    assert all(map(ends_soon, map(int, started.read_text().split())))
-    assert gone(directory)
+    wait_for_end(*map(int, started.read_text().split()), directory=directory)
 
 
 def test_a_supervisor_that_is_killed_before_its_directory_exists_leaves_none(tmp_path: Path) -> None:
@@ -92,7 +81,7 @@ def test_a_supervisor_that_is_killed_before_its_directory_exists_leaves_none(tmp
         (tmp_path / "later").mkdir()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(supervisor, 0)
-    assert gone(tmp_path / "later")
+    wait_for_end(directory=tmp_path / "later")
 
 
 def test_a_supervisor_that_ends_leaves_its_processes_alone(directory: Path) -> None:
@@ -127,8 +116,7 @@ def test_a_guard_that_is_killed_is_replaced(directory: Path, monkeypatch: pytest
 
 def _news(guard: Guard) -> str:
     """Return the next thing that has happened to a guard."""
-    deadline = time.monotonic() + 20
-    while not (news := guard.look()) and time.monotonic() < deadline:
+    while not (news := guard.look()):
         time.sleep(0.01)
     return news
 

@@ -74,8 +74,9 @@ def one_second_fit() -> Story:
 
 
 def with_notes() -> Story:
-    """Return a run whose resume is not exact, and has notes."""
+    """Return a run whose resume is not exact, and has notes, and that an exception without more words ends."""
     story = often_killed(1)
+    story.lines[-1] |= {"reason": "Error", "text": "Error"}
     told = next(line["resumed"] for line in story.lines if line.get("resumed"))
     told |= {"notes": ["torch 2.12.1 before, 2.13.0 now."], "not_exact": ["the workers' generators"]}
     return story

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.records.ledger import BATCH
 from lightning_faulttolerant.trainer.steps.digests import digest
@@ -15,6 +18,7 @@ from tests.cli.checkpoints import flip
 from tests.cli.replay.replays import LAUNCHER, content, replay, train
 from tests.cli.replay.training import SPOILT
 from tests.ledgers import read_ledger
+from tests.messages import plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,67 +41,66 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_a_replay_equals_the_run_and_touches_nothing(finished: Path) -> None:
-    """It begins at the newest autosave before the step, does the step, and leaves every file as it was."""
-    before = content(finished)
-    found = replay(finished, "--until", "10")
-    assert found.exit_code == 0, found.output
-    assert content(finished) == before
-    lines = found.lines()
-    assert "from step 9 (" in lines[0]
-    assert lines[1] == "  stopped after step 10 (batch 2 of epoch 1)"
-    assert lines[-1] == f"  2 steps equal {finished}/out/ledger.jsonl, bit for bit"
+RAISING = {"arguments": ("--workers=2", "--raises-at=12")}
+SETTING = ("--from", "1:2", "--until", "1:3", "--set")
+# The run, the options of the replay, more about it, and its exit code.
+REPLAYS: dict[str, tuple[str, tuple[str, ...], dict[str, Any], int]] = {
+    "one step": ("finished", ("--until", "10"), {}, 0),
+    "before the first autosave": ("finished", ("--from", "1", "--until", "1"), {}, 0),
+    "without a batch": ("finished", ("--until", "1:3", "--without", "1:1"), {}, 0),
+    "without a batch, from before": ("finished", ("--from", "7", "--until", "1:2", "--without", "1:1"), {}, 0),
+    "with values set": (
+        "finished",
+        (*SETTING, "model.factor=0", "--set", "optimizers.0.param_groups.0.lr=1"),
+        {},
+        0,
+    ),
+    "with a parameter set": ("finished", (*SETTING, "model.layers.0.bias=1"), {}, 0),
+    "with a value that does not exist": ("finished", ("--until", "10", "--set", "model.layers.7.p=0"), {}, 2),
+    "a planted difference": ("finished", ("--until", "10"), {"FACTOR": "1.5"}, 1),
+    "a step after the end": ("finished", ("--until", "16"), {}, 2),
+    "a batch after the end of the epoch": ("finished", ("--until", "0:8"), {}, 2),
+    "left by the debugger": ("finished", ("--until", "10", "--pdb"), {}, 0),  # it reads the end of the input
+    "the exception": ("failed", ("--at-exception",), RAISING, 0),
+    "no exception comes": ("failed", ("--at-exception",), {**RAISING, "IS_CALM": "1"}, 1),
+    "to the end of a run that failed": ("failed", ("--until", "99"), {**RAISING, "IS_CALM": "1"}, 2),
+}
+
+
+@pytest.mark.parametrize("case", REPLAYS)
+def test_a_replay_says_what_it_did_and_touches_nothing(
+    case: str, finished: Path, failed: Path, snapshot: SnapshotAssertion
+) -> None:
+    """It begins at the newest autosave before the step; what it prints is known, and no file of the run changes."""
+    name, options, more, exit_code = REPLAYS[case]
+    where = {"finished": finished, "failed": failed}[name]
+    before = content(where)
+    found = replay(where, *options, **more)
+    assert found.exit_code == exit_code, found.output
+    said = plain("\n".join(line for line in found.lines() if line.startswith(("Replay", "  "))), RUN=where)
+    assert re.sub(r"\d\.\d{6,}(e-\d+)?", "LOSS", said) == snapshot
+    assert content(where) == before
+    assert ("in training_step" in found.output) == (case == "the exception")
     assert "what was logged so far" not in found.output  # the loggers of the run are not continued
+
+
+def test_without_an_exception_there_is_none_to_replay(finished: Path) -> None:
+    """The history of a run that finished tells of none, and the message says what to give instead."""
+    before = content(finished)
+    found = replay(finished, "--at-exception")
+    assert found.exit_code == 2
+    assert "did not end with an exception: its history says 'finished'" in found.output
+    assert content(finished) == before
 
 
 def test_epoch_and_batch_name_the_same_steps(finished: Path, tmp_path: Path) -> None:
     """EPOCH:BATCH stands for the number over all epochs. --output keeps ledger and logs, and no autosave is written."""
     found = replay(finished, "--from", "1:2", "--until", "1:5", "--output", str(tmp_path))
-    assert found.exit_code == 0, found.output
     assert found.lines()[1] == "  stopped after step 13 (batch 5 of epoch 1)"
     [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
     assert [line["batch"] for line in fit.of(BATCH)] == [1, 2, 3, 4, 5]
     assert len((tmp_path / "logs/0/csv/version_1/metrics.csv").read_text().splitlines()) == 6
     assert list(tmp_path.rglob("autosave-*")) == []
-
-
-def test_a_replay_without_a_batch_differs_only_after_it(finished: Path) -> None:
-    """It begins before that batch, equals the run up to it, leaves it out, and touches nothing."""
-    before = content(finished)
-    found = replay(finished, "--until", "1:3", "--without", "1:1")
-    assert found.exit_code == 0, found.output
-    assert content(finished) == before
-    lines = found.lines()
-    assert "from step 9 (" in lines[0]
-    assert "Batch 1 of epoch 1 is left out" in found.output
-    assert "  left out: batch 1 of epoch 1. Later steps are not compared with the run" in lines
-    assert f"  no step of the replay is in {finished}/out/ledger.jsonl" in lines
-    earlier = replay(finished, "--from", "7", "--until", "1:2", "--without", "1:1")
-    assert f"  3 of 4 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
-
-
-def test_a_value_is_set_before_the_first_step_of_interest(finished: Path) -> None:
-    """Steps before it equal the run, later ones use the value, and nothing is touched."""
-    before = content(finished)
-    steps = ("--from", "1:2", "--until", "1:3", "--set", "model.factor=0", "--set", "optimizers.0.param_groups.0.lr=1")
-    found = replay(finished, *steps)
-    assert found.exit_code == 0, found.output
-    assert content(finished) == before
-    lines = found.lines()
-    assert "  loss of batch 3 of epoch 1: 0.0" in lines
-    named = "model.factor=0, optimizers.0.param_groups.0.lr=1"
-    assert f"  set before step 10 (batch 2 of epoch 1): {named}. This step and later ones are not compared" in lines
-    earlier = replay(finished, "--from", "1:2", "--until", "1:3", "--set", "model.layers.0.bias=1")
-    assert "set before step 10 (batch 2 of epoch 1): model.layers.0.bias=1" in earlier.output, earlier.output
-    assert f"  1 of 3 steps equal {finished}/out/ledger.jsonl, bit for bit" in earlier.lines(), earlier.output
-
-
-def test_a_value_that_does_not_exist_is_an_error(finished: Path) -> None:
-    """It names the part of the key that was found."""
-    found = replay(finished, "--until", "10", "--set", "model.layers.7.p=0")
-    assert found.exit_code == 2, found.output
-    [line] = [line for line in found.lines() if "raised in step 10" in line]
-    assert line.endswith("ReplayError: --set model.layers.7.p: model.layers, a Sequential, has no 7.")
 
 
 def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
@@ -114,41 +117,6 @@ def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
     assert "from step 6 (" in found.lines()[0]
     assert f"  2 steps equal {tmp_path}/out/mine.jsonl, bit for bit" in found.lines()
     assert content(tmp_path) == before
-
-
-def test_a_planted_difference_is_named(finished: Path) -> None:
-    """A loss that differs from the run's ledger is named with both values, at the first such step."""
-    before = content(finished)
-    found = replay(finished, "--until", "10", FACTOR="1.5")
-    assert found.exit_code == 1, found.output
-    assert content(finished) == before
-    [place, loss] = [line for line in found.lines() if "DIFFERS" in line or "    loss: " in line]
-    assert place.endswith("first at batch 1 of epoch 1 (rank 0):")
-    assert " in the run, " in loss
-
-
-def test_steps_before_the_first_autosave_begin_at_the_beginning(finished: Path) -> None:
-    """Without an autosave before the step, the fit begins; its script has a seed, so that is exact, too."""
-    found = replay(finished, "--from", "1", "--until", "1")
-    assert found.exit_code == 0, found.output
-    assert "from the beginning of the fit" in found.lines()[0]
-    assert f"  2 steps equal {finished}/out/ledger.jsonl, bit for bit" in found.lines()
-
-
-@pytest.mark.parametrize(
-    ("step", "end"),
-    [
-        ("16", "the fit ended after step 15 (batch 7 of epoch 1), before step 16"),
-        ("0:8", "there is no batch 8 of epoch 0: stopped before step 8 (batch 0 of epoch 1)"),
-    ],
-)
-def test_a_step_that_does_not_exist_is_not_reached(finished: Path, step: str, end: str) -> None:
-    """A step after the end of the fit, or of its epoch, is no success, and still nothing is touched."""
-    before = content(finished)
-    found = replay(finished, "--until", step)
-    assert found.exit_code == 2, found.output
-    assert found.lines()[1] == f"  {end}"
-    assert content(finished) == before
 
 
 def test_a_dump_holds_what_the_step_used(finished: Path, tmp_path: Path) -> None:
@@ -180,52 +148,6 @@ def test_the_debugger_opens_in_the_step(finished: Path) -> None:
     assert found.output.count("('found'") == 1
     assert f"  3 steps equal {finished}/out/ledger.jsonl, bit for bit" in found.lines()
     before.pop(".pdbrc")
-    assert content(finished) == before
-
-
-def test_leaving_the_debugger_ends_the_replay(finished: Path) -> None:
-    """A user who quits the debugger ends the process, without a traceback, and touches nothing."""
-    before = content(finished)
-    found = replay(finished, "--until", "10", "--pdb")  # there is no terminal: it reads the end of the input
-    assert found.lines()[1] == "  left in step 10 (batch 2 of epoch 1), by the debugger"
-    assert "Traceback" not in found.output
-    assert content(finished) == before
-
-
-def test_the_exception_of_a_run_is_raised_again(failed: Path) -> None:
-    """It comes in the same step, with its traceback; callbacks that save on an exception save nothing."""
-    before = content(failed)
-    assert any(name.endswith("on_exception.ckpt") for name in before)
-    found = replay(failed, "--at-exception", arguments=("--workers=2", "--raises-at=12"))
-    assert found.exit_code == 0, found.output
-    assert found.lines()[1] == "  raised in step 12 (batch 4 of epoch 1): ValueError: planted at step 12"
-    assert "in training_step" in found.output
-    assert content(failed) == before
-
-
-def test_an_exception_that_does_not_come_again_is_a_difference(failed: Path) -> None:
-    """If the step ends well, the replay stops after it, and says so."""
-    found = replay(failed, "--at-exception", arguments=("--workers=2", "--raises-at=12"), IS_CALM="1")
-    assert found.exit_code == 1, found.output
-    assert found.lines()[1] == "  no exception came"
-
-
-def test_a_fit_that_continues_to_its_end_touches_nothing(failed: Path) -> None:
-    """Checkpoints of the steps after the run's end are not written, older ones not removed, links not moved."""
-    before = content(failed)
-    assert "out/checkpoints/1/epoch=0-step=8.ckpt" in before
-    found = replay(failed, "--until", "99", arguments=("--workers=2", "--raises-at=12"), IS_CALM="1")
-    assert found.exit_code == 2, found.output
-    assert "the fit ended after step 15" in found.lines()[1]
-    assert content(failed) == before
-
-
-def test_without_an_exception_there_is_none_to_replay(finished: Path) -> None:
-    """The history of a run that finished tells of none, and the message says what to give instead."""
-    before = content(finished)
-    found = replay(finished, "--at-exception")
-    assert found.exit_code == 2
-    assert "did not end with an exception: its history says 'finished'" in found.output
     assert content(finished) == before
 
 
@@ -304,9 +226,7 @@ def test_two_ranks_are_replayed(tmp_path: Path, launcher: tuple[str, ...]) -> No
     arguments = ("--devices=2", "--workers=1")
     ended = train(tmp_path, *arguments, launcher=launcher)
     assert ended.exit_code == 0, ended.output
-    deadline = time.monotonic() + 60
     while (tmp_path / "out" / "ended").read_text().count("ended") < 2:  # Lightning does not wait for the other rank
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     before = content(tmp_path)
     options = ("--from", "5", "--until", "6", "--dump", str(tmp_path / "dump"))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.cli import replay
+from lightning_faulttolerant.cli.replay import Compared, compare
+from lightning_faulttolerant.records.lines import append_line
 from lightning_faulttolerant.records.requests import (
     LEFT,
     RAISED,
@@ -19,46 +23,33 @@ from lightning_faulttolerant.records.requests import (
     write_outcome,
     write_start,
 )
-from tests.cli.checkpoints import call
+from tests.cli.checkpoints import call, told
 
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ((), "no step is named: pass --from, --until, or --at-exception"),
-        (("--until", "3", "--at-exception"), "--at-exception and --until can't be combined"),
-        (("--from", "1:3", "--until", "1:2"), "--from batch 3 of epoch 1 is after --until batch 2 of epoch 1"),
-        (("--until", "x"), "x is neither the number of a step, from 0, nor EPOCH:BATCH, such as 2:7"),
-        (("--until", "1", "--fit", "0"), "0 is not a whole number of at least 1"),
-        (("--until", "1", "--set", "lr=1"), "lr=1 is not KEY=VALUE, such as model.hparams.size=3"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    options: tuple[str, ...], problem: str, tmp_path: Path, capsys: Capture
-) -> None:
-    """The message says what is wrong, and the script is not started."""
+REFUSED = [
+    (),
+    ("--until", "3", "--at-exception"),
+    ("--from", "1:3", "--until", "1:2"),
+    ("--until", "x"),
+    ("--until", "1", "--fit", "0"),
+    ("--until", "1", "--set", "lr=1"),
+    ("--until", "1", "--dump", "DIR"),
+    ("--until", "1", "--output", "DIR"),
+]
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion) -> None:
+    """The message says what is wrong, and the script is not started, or does not exist."""
     started = tmp_path / "started"
-    found = call(capsys, "replay", *options, "--", sys.executable, "-c", f"open({str(started)!r}, 'w')")
-    assert found.status == 2
-    assert problem in found.err
-    assert not started.exists()
-
-
-@pytest.mark.parametrize("option", ["--dump", "--output"])
-def test_a_directory_with_something_in_it_is_refused(option: str, tmp_path: Path, capsys: Capture) -> None:
-    """Nothing is mixed with what another replay has written."""
     (tmp_path / "file").touch()
-    found = call(capsys, "replay", "--until", "1", option, tmp_path, "--", sys.executable, "-c", "1")
-    assert found.status == 2
-    assert f"{tmp_path} is not empty" in found.err
-
-
-def test_a_command_that_does_not_exist_is_refused(capsys: Capture) -> None:
-    """The message names it."""
-    found = call(capsys, "replay", "--until", "1", "--", "no-such-command")
-    assert (found.status, found.err) == (2, "replay: no-such-command: no such command\n")
+    script = ("--", sys.executable, "-c", f"open({str(started)!r}, 'w')")
+    calls = [(*(word.replace("DIR", str(tmp_path)) for word in options), *script) for options in REFUSED]
+    found = [call(capsys, "replay", *words) for words in (*calls, ("--until", "1", "--", "no-such-command"))]
+    assert {each.status for each in found} == {2}
+    assert "\n".join(told(each, DIR=tmp_path).splitlines()[-1] for each in found) == snapshot
+    assert not started.exists()
 
 
 def test_a_script_that_trains_nothing_is_no_replay(tmp_path: Path, capsys: Capture) -> None:
@@ -99,3 +90,69 @@ def test_the_rank_that_ended_the_replay_decides(
         write_outcome(request, rank, ReplayOutcome(word=word, place=StepPlace(epoch=0, batch=rank + 1), text=text))
     assert replay._result(request, 0) == status
     assert end in capsys.readouterr().out
+
+
+# The comparison with the run.
+
+
+def _ledger(path: Path, *lines: dict[str, Any]) -> str:
+    begin = {"event": "fit", "fit": 1, "function": "fit", "pid": 1}
+    for line in (begin, *lines):
+        append_line(path, {"fit": 1, "time": 0.0, **line})
+    return str(path)
+
+
+def _batch(batch: int, loss: float = 0.5, **more: Any) -> dict[str, Any]:
+    return {"event": "batch", "epoch": 0, "batch": batch, "order": "o", "loss": loss.hex(), **more}
+
+
+def _log(batch: int, value: float, *, epoch_end: bool = False) -> dict[str, Any]:
+    place = {"epoch": 0, "batch": batch, "step": 1, "validating": False, "logger": None}
+    return {"event": "log", **place, "metrics": {"loss": value.hex()}, "epoch_end": epoch_end}
+
+
+def _compared(tmp_path: Path, run: list[dict[str, Any]], replay: list[dict[str, Any]]) -> Compared:
+    original, own = _ledger(tmp_path / "run", *run), _ledger(tmp_path / "replay", *replay)
+    return compare(original, own, fit=1, ranks=[0])
+
+
+LOGGED = [_batch(1), _log(2, 0.5), _log(2, 0.75, epoch_end=True)]
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "num_steps", "difference"),
+    [
+        ([_batch(0), _batch(1), _batch(3)], [_batch(1), _batch(2)], 1, None),
+        (
+            [_batch(1), _batch(2)],
+            [_batch(1), _batch(2, loss=0.25), _batch(3, loss=0.125)],
+            None,
+            ("batch 2 of epoch 0", "loss", "0.5", "0.25"),
+        ),
+        (LOGGED, [_batch(1), _log(2, 0.5)], 1, None),
+        (LOGGED, [_batch(1), _log(2, 0.75)], None, ("values logged at step 1", "loss", "0.5", "0.75")),
+        ([_batch(1, order=None)], [_batch(1)], 1, None),
+    ],
+    ids=["steps of both", "first difference", "logged", "logged otherwise", "no order is known"],
+)
+def test_lines_of_the_same_moment_are_compared(
+    run: list[Any], own: list[Any], num_steps: int | None, difference: Any, tmp_path: Path
+) -> None:
+    """Steps before the replay, after it, those without a line, and what is logged later at a place, don't count."""
+    found = _compared(tmp_path, run, own)
+    if difference is None:
+        assert found == Compared(num_steps=num_steps or 0)
+        return
+    assert found.difference is not None
+    [value] = found.difference.values
+    assert (found.difference.place, value.name, value.expected, value.found) == difference
+
+
+def test_each_rank_is_compared_with_its_own_ledger(tmp_path: Path) -> None:
+    """A difference on the second rank alone is found."""
+    original, own = _ledger(tmp_path / "run", _batch(1)), _ledger(tmp_path / "replay", _batch(1))
+    _ledger(tmp_path / "run.rank-1", _batch(1))
+    _ledger(tmp_path / "replay.rank-1", _batch(1, loss=0.25))
+    found = compare(original, own, fit=1, ranks=[0, 1])
+    assert found.difference is not None
+    assert found.difference.rank == 1

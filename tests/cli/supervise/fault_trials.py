@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -159,39 +157,3 @@ class Attempt:
         """End it, and remove its files."""
         self.running.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
-
-
-class Attempts:
-    """Trials that run at the same time, since many of them wait: each is begun some places before its turn.
-
-    Args:
-        trials: In the order of their turns.
-        at_a_time: How many there are at a time.
-    """
-
-    def __init__(self, trials: Sequence[FaultTrial], *, at_a_time: int) -> None:
-        self._waiting = list(reversed(trials))
-        self._at_a_time = at_a_time
-        self._running: dict[FaultTrial, Attempt] = {}
-
-    @contextlib.contextmanager
-    def turn(self, trial: FaultTrial) -> Iterator[Attempt]:
-        """Yield a trial in progress, and begin those that come after it."""
-        self._begin()
-        attempt = self._running[trial] if trial in self._running else Attempt(trial=trial)
-        try:
-            yield attempt
-        finally:
-            self._running.pop(trial, None)
-            self._begin()
-
-    def _begin(self) -> None:
-        while self._waiting and len(self._running) < self._at_a_time:
-            trial = self._waiting.pop()
-            self._running[trial] = Attempt(trial=trial)
-
-    def close(self) -> None:
-        """End all that still run."""
-        self._waiting.clear()
-        for attempt in self._running.values():
-            attempt.close()

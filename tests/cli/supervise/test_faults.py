@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.cli.supervise.fault_kinds import KINDS
-from tests.cli.supervise.fault_trials import SCRIPT, Attempts, FaultTrial, draw_trials
+from tests.cli.supervise.fault_trials import SCRIPT, Attempt, FaultTrial, draw_trials
 from tests.cli.supervise.faulty_training import Plan
 from tests.cli.supervise.own_mounts import can_mount
 from tests.cli.supervise.supervised import RunningTrial
 from tests.scripts import told
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
-_AT_A_TIME = 6
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,16 +29,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trial" in metafunc.fixturenames:
         number, seed = metafunc.config.getoption("--fault-trials"), metafunc.config.getoption("--fault-seed")
         metafunc.parametrize("trial", draw_trials(number, seed), ids=str)
-
-
-@pytest.fixture(scope="module")
-def attempts(request: pytest.FixtureRequest) -> Iterator[Attempts]:
-    """The trials that are selected."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    trials = [call.params["trial"] for call in calls if call is not None and "trial" in call.params]
-    attempts = Attempts([trial for trial in trials if can_be_tried(trial)], at_a_time=_AT_A_TIME)
-    yield attempts
-    attempts.close()
 
 
 def can_be_tried(trial: FaultTrial) -> bool:
@@ -61,17 +49,12 @@ def undisturbed(num_ranks: int, num_workers: int) -> object:
         return weights
 
 
-def test_trial(trial: FaultTrial, attempts: Attempts, request: pytest.FixtureRequest) -> None:
+def test_trial(trial: FaultTrial, request: pytest.FixtureRequest) -> None:
     """The run ends by itself, also if it has to be started again after a request to stop, and leaves no process."""
     if not can_be_tried(trial):
         pytest.skip("mounts a small file system, which this system does not allow")
-    with attempts.turn(trial) as attempt:
-        expected = undisturbed(trial.num_ranks, attempt.plan.num_workers)
-        try:
-            attempt.finish(expected)
-        except AssertionError as error:
-            number, seed = (request.config.getoption(name) for name in ("--fault-trials", "--fault-seed"))
-            again = f"python -m pytest '{request.node.nodeid}' --fault-trials={number} --fault-seed={seed}"
-            pytest.fail(
-                f"{trial.kind} in {trial.moment} on {trial.num_ranks} ranks, again by:\n{again}\n{error}", False
-            )
+    attempt = Attempt(trial=trial)
+    wrong = attempt.finish(undisturbed(trial.num_ranks, attempt.plan.num_workers))
+    number, seed = (request.config.getoption(name) for name in ("--fault-trials", "--fault-seed"))
+    again = f"python -m pytest '{request.node.nodeid}' --fault-trials={number} --fault-seed={seed}"
+    assert not wrong, f"{trial.kind} in {trial.moment} on {trial.num_ranks} ranks, again by:\n{again}\n{wrong}"

@@ -42,8 +42,7 @@ def test_a_hung_process_is_started_again(tmp_path: Path, flaw: str) -> None:
 def test_without_the_watcher_it_hangs_for_ever(tmp_path: Path, flaw: str) -> None:
     """The negative control: with ``HangWatch.action=off``, nothing ends the same script."""
     trial = begin(tmp_path, "--flaw", flaw, flags=f"{SHORT}, HangWatch.action=off")
-    deadline = time.monotonic() + 60
-    while len(trial.steps()) < 6 and time.monotonic() < deadline:
+    while len(trial.steps()) < 6:
         time.sleep(0.05)
     with pytest.raises(TimeoutError):
         trial.wait(STUCK_SECONDS)
@@ -89,8 +88,7 @@ def test_a_report_leaves_the_process_alone(tmp_path: Path) -> None:
     """``HangWatch.action=report`` writes what hangs, once, and the script continues when it can."""
     flags = f"{SHORT}, HangWatch.action=report"
     trial = begin(tmp_path, "--flaw", "SIGSTOP", options=None, flags=flags, PL_FAULT_TOLERANT_TRAINING="1")
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("autosaves/*/hang-*.txt")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("autosaves/*/hang-*.txt")):
         time.sleep(0.05)
     time.sleep(1)
     assert trial.process.poll() is None

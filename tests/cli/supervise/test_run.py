@@ -21,10 +21,8 @@ pytestmark = pytest.mark.timeout(240)
 
 def wait_for_steps(trial: RunningTrial, number: int) -> None:
     """Wait until a script has trained so many steps."""
-    deadline = time.monotonic() + 60
     while len(trial.steps()) < number:
         assert trial.process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -120,20 +118,11 @@ def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     sleeps = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would not end it
     script = f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); {sleeps}"
     trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script), {})
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "ready").exists():
         time.sleep(0.05)
     os.kill(trial.process.pid, signal.SIGTERM)
     stopped = trial.wait()
     assert stopped.exit_code == 74, stopped.output
-
-
-def ends_soon(process_id: int) -> bool:
-    """Return whether a process ends within some seconds."""
-    deadline = time.monotonic() + 20
-    while is_running(process_id) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_running(process_id)
 
 
 def begin_shell(directory: Path, script: str) -> RunningTrial:
@@ -165,11 +154,8 @@ def test_a_signal_in_the_first_moment_of_a_start_ends_all(tmp_path: Path, signum
     stopped = begin_shell(tmp_path, f"kill -{signum.value} $PPID; while true; do sleep 0.1; done").wait()
     [[process_id, directory]] = stopped.told("told")
     assert stopped.exit_code == (-signum if signum == signal.SIGKILL else 128 + signum), stopped.output
-    assert ends_soon(process_id)
-    deadline = time.monotonic() + 20
-    while Path(directory).exists() and time.monotonic() < deadline:
+    while is_running(process_id) or Path(directory).exists():
         time.sleep(0.02)
-    assert not Path(directory).exists()
 
 
 @pytest.mark.slow
