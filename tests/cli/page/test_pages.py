@@ -90,6 +90,7 @@ DRILLS = {
     "no run at all": lambda: not_judged(last_words=("Traceback:", "ValueError: <it fails>")),
     "a check": lambda: not_judged(uninterrupted=run("one", losses_of(200)), repeated=run("repeated", [1.0] * 200)),
     "diverged": lambda: exact_drill(losses=DIVERGED, num_strikes=1),
+    "falls by factors": lambda: exact_drill(losses=[10 ** -(number / 50) for number in range(150)], num_strikes=1),
     "no losses": lambda: exact_drill(losses=[None] * 150, num_strikes=1),
 }
 RUNS = {
