@@ -373,7 +373,9 @@ class IndexSide:
         if plan is None:
             record.first = states.at_start(None if states.may_draw else record.start)
             return started.indices
-        states.go_back_to(started.moment)
+        if plan.start is not None:  # nothing was drawn yet, but a sampler may draw as it starts
+            record.start = plan.start
+        states.go_back_to(record.start or started.moment)
         self._begun.is_first_due = True  # its first draw comes later, under the states restored here
         return iter(self._sampler)
 

@@ -1,19 +1,298 @@
-"""The objects that workers copy are carried, without those that other code carries."""
+"""Objects of a loader that its iterations change continue, in this process and in workers, or are named as lost."""
 
 from __future__ import annotations
 
+import copy
+import operator
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_faulttolerant.loader.objects import LoaderObjects
-from lightning_faulttolerant.loader.resumable import ResumableDataLoader
+from lightning_faulttolerant import NotExactError, ResumableDataLoader
+from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.loader.iterable import IterableSide
+from lightning_faulttolerant.loader.objects import LoaderObjects, WorkerObjects, lost_in_loaders, lost_in_workers
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES
+from tests.data_sets import NoisyDataset
+from tests.loader.loops import follow, safe, start_epoch
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "persistent": {"num_workers": 1, "persistent_workers": True},
+}
 
 
-class Numbers(Dataset[int]):
+class Plain(IterableDataset[Tensor]):
+    """Keeps its place as an attribute, begins again each time, and has another name in each process."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        Plain.num_made += 1
+        self.name, self.index = f"number {self.num_made}", 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for self.index in range(8):
+            yield torch.tensor(float(self.index))
+
+
+class Counting(Plain):
+    """Counts its iterations."""
+
+    num_begun = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_begun += 1
+        for sample in super().__iter__():
+            yield sample * self.num_begun
+
+
+class Holding(Plain):
+    """Holds a data set that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [Counting()]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.parts[0])
+
+
+class Told(Plain):
+    """Gets its epoch by `set_epoch`."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch."""
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("consumed", [None, 0, 1], ids=["between", "begun", "one batch"])
+@pytest.mark.parametrize("kind", [Counting, Holding, Plain, Told])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_iterable_data_set_continues_with_its_count(workers: str, kind: type[Plain], consumed: int | None) -> None:
+    """A count of iterations, with other samples in each, continues; a place or an epoch is no hidden state."""
+    tracker, loader = follow(DataLoader(kind(), batch_size=2, **WORKERS[workers]))
+    for epoch in range(2):
+        start_epoch(loader, epoch)
+        list(loader)
+    if consumed is not None:
+        batches = iter(loader)
+        for _ in range(consumed):
+            next(batches)
+    state = safe(tracker.state_dict(consumed))
+    tracker.close_workers()
+    tracker, loader = follow(DataLoader(kind(), batch_size=2, **WORKERS[workers]), state)
+    counts = (3, 4) if kind in (Counting, Holding) else (1, 1)
+    assert torch.equal(torch.cat(list(loader)), counts[0] * torch.arange(2 * (consumed or 0), 8.0))
+    assert torch.equal(torch.cat(list(loader)), counts[1] * torch.arange(8.0))
+    tracker.close_workers()
+
+
+class Stream(IterableDataset[Any]):
+    """May have a list."""
+
+    def __init__(self, *, has_list: bool = True) -> None:
+        if has_list:
+            self.seen: list[int] = []
+        self.own: Any = None
+        self.turns: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+
+
+def hidden() -> Any:
+    """Return an object whose class can't be found by its name."""
+    return type("Hidden", (), {})()
+
+
+def position_of(dataset: Stream) -> Any:
+    """Return the position of an iteration after a batch."""
+    side = IterableSide(dataset, Exactness())
+    dataset.seen.append(3)
+    dataset.own = hidden()
+    dataset.turns = iter([1, 2])  # a fresh iteration creates it again
+    side.begin(None)
+    batch = [next(iter(side))]
+    side.collate(list, batch)
+    return side.record.position_after(1)
+
+
+def test_what_is_not_there_any_more_is_refused() -> None:
+    """An iteration over a data set without an attribute that its samples may depend on is not exact."""
+    position = position_of(Stream())
+    side = IterableSide(Stream(has_list=False), Exactness())
+    side.begin(position)
+    with pytest.raises(NotExactError, match=r"Stream continues without dataset\.seen"):
+        iter(side)
+    side = IterableSide(Stream(has_list=False), exactness := Exactness(strict=False))
+    side.begin(position)
+    iter(side)
+    assert any("dataset.seen" in line for line in exactness.reasons)
+
+
+def test_what_an_iteration_began_with_is_named() -> None:
+    """An object of a data set that can't be carried is lost, in the main process and in workers."""
+    position = position_of(Stream())
+    places = {"train/0": {"iterable": {"epoch": None, "position": position}, "workers": [{"iterable": position}]}}
+    assert list(lost_in_loaders(places)) == ["train/0.dataset.own"]
+    assert list(lost_in_workers(places)) == ["train/0.dataset.own of a worker"]
+
+
+def test_what_workers_copied_is_named() -> None:
+    """An object that workers copied and that can't be carried is lost even if nothing else has changed."""
+    loader = DataLoader(NoisyDataset(8), batch_size=4)
+    objects = LoaderObjects(loader)
+    assert objects.of_workers() == {}
+    loader.dataset.own = None  # type: ignore[attr-defined]
+    tracker, tracked = follow(loader)
+    loader.dataset.own = hidden()  # type: ignore[attr-defined]
+    assert objects.of_workers()["dataset"][LOST]
+    list(tracked)
+    assert list(lost_in_loaders({"train/0": tracker.state_dict(1)})) == ["train/0.dataset.own"]
+
+
+class Caching(Dataset[Any]):
+    """Counts, and fills caches."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.cache: dict[int, Any] = {}
+        self.files = [f"{number}.png" for number in range(2_000)]
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        self.last = torch.zeros(100 * self.count)
+        return self.cache.setdefault(index, torch.zeros(1_000))
+
+
+def objects_of(dataset: Any) -> WorkerObjects:
+    """Return the tracker of a data set's objects."""
+    return WorkerObjects(
+        dataset=dataset, collate_fn=None, worker_init_fn=None, held=HeldGenerators({"dataset": dataset})
+    )
+
+
+def test_change_is_restored() -> None:
+    """A count and a small cache continue in a new worker; without a change the state is empty."""
+    dataset = Caching()
+    objects = objects_of(dataset)
+    assert objects.state_dict() == {}
+    dataset[3]
+    state = copy.deepcopy(objects.state_dict())
+    again = Caching()
+    assert objects_of(again).load_state_dict(state) == []
+    assert (again.count, list(again.cache)) == (1, [3])
+
+
+def test_cache_that_is_too_large_is_named() -> None:
+    """Objects beyond the limit are named, by the first state that lacks them and by all later ones."""
+    dataset = Caching()
+    objects = objects_of(dataset)
+    for index in range(40):
+        dataset[index]
+        state = objects.state_dict()
+    reason = state[LOST]["dataset.cache"]
+    assert [name for name, _ in state[NODES]["dataset"]["attributes"]] == ["count", "last"]
+    dataset.last = torch.zeros(100_000)
+    state = objects.state_dict()
+    assert state[LOST] == {"dataset.cache": reason, "dataset.last": reason}
+    assert state[NODES] == {"dataset": {"attributes": [["count", 40]]}}
+    places = {"train/0": {"workers": [{"objects": state}, {}]}, "val/0": None}
+    lost = lost_in_workers(places)
+    assert list(lost) == [f"train/0.dataset.{name} of a worker" for name in ("cache", "last")]
+
+
+class Caches(Dataset[Any]):
+    """Caches what `entry` returns in `cache`, and draws a random number for each sample."""
+
+    def __init__(self, entry: Callable[[Any, int], Any], cache: Any) -> None:
+        self.entry, self.cache, self.count = entry, cache, 0
+        self.random = random.Random(0)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        found = self.cache.get(index) if isinstance(self.cache, dict) else self.cache[index]
+        if found is None:
+            self.cache[index] = found = self.entry(self, index)
+        return found + self.random.random() + random.random()
+
+
+@pytest.mark.parametrize("cache", [lambda: [None] * 20, dict, OrderedDict])
+def test_cache_of_what_an_index_determines_is_no_state(cache: Callable[[], Any]) -> None:
+    """It is neither lost nor carried; the data set, its cache, and all generators are as they were."""
+    dataset = Caches(lambda self, index: torch.full((9_000,), float(index)), cache())
+    objects = objects_of(dataset)
+    for index in (7, 3):
+        dataset[index]
+    entries, states = copy.copy(dataset.cache), (random.getstate(), dataset.random.getstate())
+    state = objects.state_dict()
+    assert state[LOST] == {}
+    assert state[NODES] == {"dataset": {"attributes": [["count", 2]]}}
+    assert all(map(operator.is_, dataset.cache, entries))
+    assert dataset.cache[7] is entries[7]
+    assert (random.getstate(), dataset.random.getstate(), dataset.count) == (*states, 2)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda self, index: torch.full((4_096,), random.random()),
+        lambda self, index: torch.full((4_096,), self.random.random()),
+        lambda self, index: torch.full((4_096,), float(self.count)),
+    ],
+    ids=["global generator", "own generator", "count"],
+)
+def test_cache_of_anything_else_is_lost(entry: Callable[[Any, int], Any]) -> None:
+    """A new worker would fill it with other values."""
+    dataset = Caches(entry, {})
+    objects = objects_of(dataset)
+    for index in range(5):
+        dataset[index]
+        state = objects.state_dict()
+    assert "dataset.cache" in state[LOST]
+    assert (dataset.count, list(dataset.cache)) == (5, [*range(5)])
+
+
+class Changes(Caches):
+    """Changes an entry in place."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return self.cache[index].add_(1)
+
+
+class Remembers(Caches):
+    """Keeps a list that grows by a sample each time, which is no cache."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.cache.append(torch.zeros(9_000))
+
+
+@pytest.mark.parametrize(("kind", "cache"), [(Changes, dict), (Remembers, list)])
+def test_what_samples_change_is_lost(kind: type[Caches], cache: Callable[[], Any]) -> None:
+    """It is state, but too large to travel."""
+    dataset = kind(lambda self, index: torch.zeros(9_000), cache())
+    objects = objects_of(dataset)
+    for index in (0, 0, 4, 5):
+        dataset[index]
+    assert list(objects.state_dict()[LOST]) == ["dataset.cache"]
+
+
+class Numbers(Dataset[Tensor]):
     """Holds a module, and an object with a count."""
 
     def __init__(self) -> None:
@@ -28,20 +307,13 @@ class Numbers(Dataset[int]):
         return torch.tensor(index)
 
 
-def test_weights_are_not_carried_again() -> None:
-    """The weights of a module that the data set holds are in the checkpoint once; counts beside it are carried."""
+def test_what_other_code_carries_is_not_carried_again() -> None:
+    """The weights of a module that the data set holds, and a state of its loader, are not; counts beside them are."""
     dataset = Numbers()
     objects = LoaderObjects(DataLoader(dataset))
     with torch.no_grad():
         dataset.module.weight.add_(1)
+    dataset.kept = ResumableDataLoader(dataset).state_dict()
     assert objects.of_workers() == {}
     dataset.counter.count = 1
     assert list(objects.of_workers()["dataset"]["nodes"]) == ["dataset.counter"]
-
-
-def test_state_of_a_loader_is_not_in_its_next_state() -> None:
-    """A data set that keeps a state of its loader has nothing lost; otherwise each state would contain all before."""
-    dataset = Numbers()
-    objects = LoaderObjects(DataLoader(dataset))
-    dataset.kept = ResumableDataLoader(dataset).state_dict()
-    assert objects.of_workers() == {}

@@ -2,697 +2,426 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
+import itertools
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
-from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.exactness import why_not_exact
-from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
-from tests.loader.loops import Drawing, after, full_state, listed, loop, safe, seed, tracked_loop
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.replayer import takes_each_batch_alone
+from lightning_faulttolerant.loader.sampler_states import rest_of
+from lightning_faulttolerant.state.packing import pack_blobs
+from lightning_faulttolerant.state.rng import rng_state
+from tests import data_sets
+from tests.loader.loops import (
+    Saved,
+    assert_every_cut,
+    follow,
+    full_state,
+    listed,
+    loop,
+    safe,
+    seed,
+    tracked_loop,
+)
+from tests.loader.made import (
+    BufferShuffle,
+    ChunkShuffle,
+    Drawing,
+    DrawsAll,
+    Echo,
+    Failing,
+    Negative,
+    OwnIterator,
+    SampledRange,
+    Slices,
+    Stream,
+    Tasks,
+    Threaded,
+    generator,
+    sharing,
+)
 
-# Three workers on a machine with two cores, as on a small test machine.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
-
-WORKERS = {
-    "no workers": {},
+WORKERS: dict[str, dict[str, Any]] = {
     "1 worker": {"num_workers": 1},
     "2 workers": {"num_workers": 2},
-    "3 workers": {"num_workers": 3, "prefetch_factor": 1},
     "2 persistent workers": {"num_workers": 2, "persistent_workers": True},
     "3 persistent workers": {"num_workers": 3, "persistent_workers": True, "prefetch_factor": 3},
 }
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(name, marks=[pytest.mark.slow] if name[0] == "3" else []) for name in WORKERS]
-)
-def test_every_cut_resumes_exactly(workers: str) -> None:
-    """Before each batch of two epochs, and at their ends, a resume there continues as the uninterrupted run.
+MixedBatches = [
+    [0],
+    [1, True],
+    [(1, torch.tensor(2))],
+    (3, [4]),
+    [],
+    [{"video": "a.mp4", 3: (1, 2)}, b"x"],
+    np.arange(2),
+]
 
-    The next epochs and the main process's own draws are included. Reading the state at every position changes
-    nothing.
-    """
-    make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
-    seed(1)
-    reference = loop(make(Drawing(7)), num_epochs=3)
-    seed(1)
-    events, saved = tracked_loop(make(Drawing(7)), num_epochs=2, save=True)
-    assert events == [event for event in reference if event[0] < 2]
-    assert len(saved) == 2 * 5
-    for number, cut in enumerate(saved):
-        seed(100 + number)
-        resumed, _ = tracked_loop(make(Drawing(7)), num_epochs=3, resume=cut)
-        assert resumed == after(reference, cut), f"cut before batch {cut.batch} of epoch {cut.epoch}"
-
-
-@pytest.mark.parametrize("workers", ["2 workers", "3 persistent workers"])
-def test_resumed_run_is_cut_again(workers: str) -> None:
-    """A run that was resumed in the middle of a round of workers is saved and resumed again at each later position."""
-    make = partial(DataLoader, batch_size=1, shuffle=True, **WORKERS[workers])
-    seed(1)
-    reference = loop(make(Drawing(8)), num_epochs=2)
-    seed(1)
-    _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
-    seed(2)
-    resumed, again = tracked_loop(make(Drawing(8)), num_epochs=1, resume=saved[4], save=True)
-    assert resumed == after(reference[:8], saved[4])
-    for cut in again[::2]:
-        seed(3)
-        twice, _ = tracked_loop(make(Drawing(8)), num_epochs=2, resume=cut)
-        assert twice == after(reference, cut), f"cut again before batch {cut.batch}"
-
-
-def generator(number: int) -> torch.Generator:
-    """Return a seeded generator."""
-    return torch.Generator().manual_seed(number)
-
-
-SAMPLERS: dict[str, Callable[[Dataset[Any], int], dict[str, Any]]] = {
-    "in order": lambda data, size: {"batch_size": size},
-    "shuffled": lambda data, size: {"batch_size": size, "shuffle": True},
-    "shuffled, last dropped": lambda data, size: {"batch_size": size, "shuffle": True, "drop_last": True},
-    "generator of the loader": lambda data, size: {"batch_size": size, "shuffle": True, "generator": generator(3)},
-    "generator of the sampler": lambda data, size: {
+SAMPLERS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "in order": lambda n, size: {"batch_size": size},
+    "shuffled": lambda n, size: {"batch_size": size, "shuffle": True},
+    "last dropped": lambda n, size: {"batch_size": size, "shuffle": True, "drop_last": True},
+    "loader's generator": lambda n, size: {"batch_size": size, "shuffle": True, "generator": generator()},
+    "sampler's generator": lambda n, size: {
         "batch_size": size,
-        "sampler": RandomSampler(data, generator=generator(4)),
+        "sampler": RandomSampler(range(n), generator=generator()),
     },
-    "with replacement": lambda data, size: {
-        "batch_size": size,
-        "sampler": RandomSampler(data, replacement=True, num_samples=11),
+    "replacement": lambda n, size: {"batch_size": size, "sampler": RandomSampler(range(n), True, num_samples=11)},
+    "several passes": lambda n, size: {"batch_size": size, "sampler": RandomSampler(range(n), num_samples=2 * n + 1)},
+    "part of a pass": lambda n, size: {"batch_size": size, "sampler": RandomSampler(range(n + 9), num_samples=n)},
+    "subset": lambda n, size: {"batch_size": size, "sampler": SubsetRandomSampler([7 * k for k in range(n)])},
+    "weighted": lambda n, size: {"batch_size": size, "sampler": WeightedRandomSampler([0.5, 0.5, 2.0], n + 2)},
+    "batch sampler": lambda n, size: {"batch_sampler": BatchSampler(RandomSampler(range(n)), size, drop_last=False)},
+    "Lightning's": lambda n, size: {"batch_sampler": _IndexBatchSamplerWrapper(BatchSampler(Threaded(), size, False))},
+    "list of batches": lambda n, size: {"batch_sampler": [[0], [1, 0], [1]]},
+    "no batching": lambda n, size: {"batch_size": None, "shuffle": True},
+    "distributed": lambda n, size: {"batch_size": size, "sampler": DistributedSampler(range(n), 2, 1, seed=5)},
+    "distributed, batches": lambda n, size: {
+        "batch_sampler": BatchSampler(DistributedSampler(range(n), 3, 2, drop_last=True), size, drop_last=True)
     },
-    "subset": lambda data, size: {"batch_size": size, "sampler": SubsetRandomSampler([0, 0, 1, 1, 0])},
-    "weighted": lambda data, size: {"batch_size": size, "sampler": WeightedRandomSampler([0.5, 0.5], 9)},
-    "batch sampler": lambda data, size: {"batch_sampler": BatchSampler(RandomSampler(data), size, drop_last=False)},
-    "list of batches": lambda data, size: {"batch_sampler": [[0], [1, 0], [1]]},
-    "no batching": lambda data, size: {"batch_size": None, "shuffle": True},
-    "distributed": lambda data, size: {
-        "batch_size": size,
-        "sampler": DistributedSampler(data, num_replicas=2, rank=1, seed=5),
-    },
+    "drawn one by one": lambda n, size: {"batch_size": size, "sampler": Threaded()},
+    "own class": lambda n, size: {"sampler": data_sets.PythonShuffle(n), "batch_size": size},
+}
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "objects": lambda **more: DataLoader(Echo(), 2, sampler=Slices(), collate_fn=list, **more),
+    "own iterator": lambda **more: DataLoader(Echo(), None, sampler=OwnIterator(), **more),
+    "mixed batches": lambda **more: DataLoader(Echo(), batch_sampler=MixedBatches, collate_fn=list, **more),
+    "shared generator": lambda **more: sharing(9, 2, **more),
+    "own __iter__": lambda **more: Negative(Drawing(7), 2, shuffle=True, **more),
+    "iterable": lambda **more: DataLoader(Stream(), 2, **more),
+    "shuffle buffer": lambda **more: DataLoader(data_sets.Stream(13), 3, **more),
+    "uneven": lambda **more: DataLoader(data_sets.UnevenStream(), 4, **more),
+    "sampler of an iterable": lambda **more: DataLoader(SampledRange(), 3, **more),
+    "tasks": lambda **more: DataLoader(Tasks(), None, **more),
+    "all at once": lambda **more: DataLoader(data_sets.ManyAtOnceDataset(7), 2, **more),
+    "lazy generator": lambda **more: DataLoader(data_sets.LazyDataset(has_attribute=False), 8, shuffle=True, **more),
+    "transforms": lambda **more: DataLoader(data_sets.TransformedDataset(), 8, shuffle=True, **more),
+    "collate": lambda **more: DataLoader(data_sets.NoisyDataset(7), 2, collate_fn=data_sets.NoisyCollate(), **more),
+    "closure": lambda **more: DataLoader(
+        data_sets.NoisyDataset(7), 2, collate_fn=data_sets.closed_over_collate(), **more
+    ),
+    "worker_init": lambda **more: DataLoader(
+        data_sets.NoisyDataset(7), 2, worker_init_fn=data_sets.drawing_worker_init, **more
+    ),
 }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
-@given(length=st.integers(2, 12), batch_size=st.integers(1, 5), number=st.integers(0, 1000), place=st.floats(0, 1))
-def test_every_sampler_resumes_exactly(sampler: str, length: int, batch_size: int, number: int, place: float) -> None:
-    """Any sampler of torch's, any length and batch size, any cut: the rest is that of the uninterrupted run."""
-
-    def make() -> DataLoader[Any]:
-        data = Drawing(length)
-        return DataLoader(data, **SAMPLERS[sampler](data, batch_size))
-
-    seed(number)
-    reference = loop(make(), num_epochs=3)
-    seed(number)
-    events, saved = tracked_loop(make(), num_epochs=3, save=True)
-    assert events == reference
-    cut = saved[min(int(place * len(saved)), len(saved) - 1)]
-    seed(number + 1)
-    resumed, _ = tracked_loop(make(), num_epochs=3, resume=cut)
-    assert resumed == after(reference, cut)
+def make_loader(name: str, length: int = 9, size: int = 2, **more: Any) -> DataLoader[Any]:
+    """Return a loader with one of the samplers."""
+    return DataLoader(Drawing(length), **SAMPLERS[name](length, size), **more)
 
 
-@pytest.mark.parametrize("sampler", ["generator of the loader", "with replacement", "no batching", "distributed"])
-def test_samplers_resume_with_workers(sampler: str) -> None:
-    """The same holds with workers, which fetch ahead of the consumed batches."""
+ROWS = (
+    LOADERS
+    | {name: partial(make_loader, name) for name in SAMPLERS}
+    | {
+        "drawn at its start": lambda **more: DataLoader(Echo(), None, sampler=data_sets.PythonShuffle(9), **more),
+    }
+)
+"""Each row is a function that returns a new loader."""
 
-    def make() -> DataLoader[Any]:
-        data = Drawing(9)
-        return DataLoader(data, num_workers=2, **SAMPLERS[sampler](data, 2))
+with_torch_warnings = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_cut_resumes_exactly(row: str) -> None:
+    """Before batches, at the ends of epochs, and between them, in this process; half of the rows are cut again."""
+    once = row == "Lightning's"  # for predictions, which have one epoch
+    assert_every_cut(ROWS[row], num_epochs=1 if once else 2, cuts=slice(0, -1, 3), again=0 if len(row) % 2 else None)
+
+
+FAST = ("shuffled", "no batching", "drawn one by one", "objects", "iterable", "uneven", "tasks", "worker_init")
+
+
+def worker_rows() -> list[Any]:
+    """Return each row with each kind of workers; some of them are fast."""
+    fast = {(row, WORKERS_OF[k % 3]) for k, row in enumerate(FAST)}
+    fast |= {("shuffled", workers) for workers in WORKERS_OF}
+    return [
+        pytest.param(row, workers, marks=() if (row, workers) in fast else pytest.mark.slow)
+        for row, workers in itertools.product(ROWS, WORKERS)
+    ]
+
+
+WORKERS_OF = ("2 persistent workers", "2 workers", "1 worker")
+
+
+@with_torch_warnings
+@pytest.mark.parametrize(("row", "workers"), worker_rows())
+def test_cuts_resume_exactly_with_workers(row: str, workers: str) -> None:
+    """The same holds with workers, which fetch ahead of the consumed batches, with cuts in a round and between them."""
+    again = 1 if row in ("shuffled", "iterable") else None
+    assert_every_cut(partial(ROWS[row], **WORKERS[workers]), cuts=(1, 6), again=again)
+
+
+@pytest.mark.slow
+@with_torch_warnings
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("row", ["shuffled", "iterable", "uneven"])
+def test_every_cut_resumes_exactly_with_workers(row: str, workers: str) -> None:
+    """All cuts, and each later one of a resumed run."""
+    assert_every_cut(partial(ROWS[row], **WORKERS[workers]), num_epochs=3, again=3)
+
+
+@pytest.mark.slow
+def test_spawned_workers_resume_exactly() -> None:
+    """Spawned workers get their state and setup by pickle, and continue exactly."""
+    assert_every_cut(
+        lambda: DataLoader(Drawing(7), 2, shuffle=True, num_workers=2, multiprocessing_context="spawn"), cuts=(1, 3)
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(row=st.sampled_from(sorted(SAMPLERS)), length=st.integers(2, 14), size=st.integers(1, 5), cut=st.integers(0, 20))
+def test_any_length_batch_size_and_cut(row: str, length: int, size: int, cut: int) -> None:
+    """Any sampler, length and batch size, any cut."""
+    make = partial(make_loader, row, length, size)
+    assert_every_cut(make, num_epochs=1 + (row != "Lightning's"), cuts=(cut,), number=length)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "few": lambda: (random.random(), torch.rand(3)),
+    "many": lambda: (torch.rand(20_000), np.random.rand(700), [random.random() for _ in range(1_000)]),
+    "Gaussians": lambda: (torch.randn(3), np.random.randn(3), random.gauss(0, 1)),
+    "seeded": lambda: (seed(5), torch.rand(700)),
+    "torch seeded": lambda: (torch.manual_seed(torch.initial_seed() + 1), torch.rand(700))[1],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle, DrawsAll])
+def test_sampler_that_draws_as_it_goes_continues_exactly(others: str, sampler: type) -> None:
+    """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
+    assert_every_cut(
+        lambda: DataLoader(Echo(), None, sampler=sampler()),
+        num_epochs=1,
+        cuts=(1, 29),
+        draw=lambda: repr(OTHERS[others]()),
+        again=13,
+    )
+
+
+@pytest.mark.parametrize(("others", "most"), [("few", 2), ("many", 3), ("Gaussians", 60), ("torch seeded", 9)])
+def test_the_position_hardly_grows(others: str, most: int) -> None:
+    """A batch adds a few bytes to a checkpoint where other code draws; a cached Gaussian adds some more."""
+    drawn = (int(torch.randint(50, ())) + random.randrange(50) + np.random.randint(50) for _ in range(400))
+    tracker, loader = follow(DataLoader(Echo(), None, sampler=drawn))
+    batches, sizes = iter(loader), []
+    for k in (200, 400):
+        for _ in range(200):
+            next(batches)
+            OTHERS[others]()
+        sizes.append(len(pack_blobs(tracker.state_dict(k))["blobs"]["data"]))
+    assert sizes[1] - sizes[0] < 200 * most
+
+
+def test_a_long_epoch_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of an epoch of torch's own samplers is computed: a resume draws none of the samples before."""
+
+    def batches() -> DataLoader[Any]:
+        return DataLoader(Echo(50_000), None, sampler=RandomSampler(range(50_000), generator=generator()))
+
+    reference = [index for _, _, index, _ in loop(batches(), num_epochs=1)]
     seed(1)
-    reference = loop(make(), num_epochs=2)
-    seed(1)
-    events, saved = tracked_loop(make(), num_epochs=2, save=True)
-    assert events == reference
-    for cut in saved[1:6:2]:
-        seed(2)
-        resumed, _ = tracked_loop(make(), num_epochs=2, resume=cut)
-        assert resumed == after(reference, cut)
+    tracker, loader = follow(batches())
+    assert list(itertools.islice(iter(loader), 100)) == reference[:100]
+    state = safe(tracker.state_dict(100))
+    fresh = batches()
+    monkeypatch.setattr(RandomSampler, "__iter__", lambda self: pytest.fail("it was walked through"))
+    assert list(follow(fresh, state)[1]) == reference[100:]
 
 
-@pytest.mark.parametrize("workers", ["no workers", "2 workers", "2 persistent workers"])
-def test_resumes_between_two_epochs(workers: str) -> None:
-    """If a loader is saved between iterations, as a validation loader is, it resumes with the iteration that is due."""
-    make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
-    seed(1)
-    reference = loop(make(Drawing(6)), num_epochs=3)
-    seed(1)
-    loader = make(Drawing(6))
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    loop(tracked, num_epochs=1)
-    state = safe(full_state(tracker, None))
-    for number in (2, 3):
-        seed(number)
-        fresh = make(Drawing(6))
-        again = TrackedLoader(fresh)
-        copy = again.copy_of(fresh)
-        again.load_state_dict(state["loader"])
-        events = _loop_from_epoch_1(again, copy, state)
-        assert events == [event for event in reference if event[0] >= 1]
-
-
-def _loop_from_epoch_1(tracker: TrackedLoader, tracked: DataLoader[Any], state: dict[str, Any]) -> list[Any]:
-    set_rng_state(state["rng"])
-    tracker.held.load_state_dict(state["held"])
-    return [(epoch + 1, *event) for epoch in range(2) for _, *event in loop(tracked, num_epochs=1)]
+def test_rest_of_a_changed_distributed_sampler_is_what_it_would_yield() -> None:
+    """Other code may have set another number of samples: torch then complains, and so does the rest."""
+    sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
+    sampler.num_samples = 4
+    with pytest.raises(AssertionError):
+        list(rest_of(sampler, 1) or ())
+    sampler.total_size, sampler.drop_last = 8, True
+    assert list(rest_of(sampler, 1) or ()) == list(sampler)[1:]
+    assert rest_of(BatchSampler(SequentialSampler(range(8)), 2, drop_last=False), 5) is None, "it ends before"
 
 
 @pytest.mark.parametrize("workers", ["2 workers", "2 persistent workers"])
 def test_epoch_that_was_left_early_is_no_obstacle(workers: str) -> None:
     """After an epoch that was broken off with batches in flight, the next one is saved and resumed exactly."""
-    make = partial(DataLoader, batch_size=1, shuffle=True, **WORKERS[workers])
 
     def run(loader: DataLoader[Any]) -> tuple[list[Any], Iterator[Any]]:
         seed(1)
-        for k, _ in enumerate(loader):
-            if k == 2:
-                break
+        list(itertools.islice(iter(loader), 3))
         iterator = iter(loader)
         return [listed(next(iterator)) for _ in range(3)], iterator
 
+    make = partial(DataLoader, batch_size=1, shuffle=True, **WORKERS[workers])
     expected, iterator = run(make(Drawing(9)))
     rest = [listed(batch) for batch in iterator]
-    loader = make(Drawing(9))
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
+    tracker, tracked = follow(make(Drawing(9)))
     assert run(tracked)[0] == expected
     state = safe(full_state(tracker, 3))
     seed(2)
-    fresh = make(Drawing(9))
-    again = TrackedLoader(fresh)
-    copy = again.copy_of(fresh)
-    again.load_state_dict(state["loader"])
-    assert [listed(batch) for batch in copy] == rest
+    assert [listed(batch) for batch in follow(make(Drawing(9)), state["loader"])[1]] == rest
 
 
-@pytest.mark.parametrize("workers", ["no workers", "2 workers", "2 persistent workers"])
-def test_loaded_state_is_the_state(workers: str) -> None:
-    """Before the first iteration, and after it has begun, the state is the one that was loaded."""
-    make = partial(DataLoader, batch_size=2, shuffle=True, **WORKERS[workers])
+@pytest.mark.parametrize("workers", [{}, WORKERS["2 persistent workers"]])
+def test_loaded_state_is_the_state(workers: dict[str, Any]) -> None:
+    """It stays so until batches are consumed; it is a copy; and a loader with living workers can be set back."""
+    make = partial(DataLoader, batch_size=2, shuffle=True, **workers)
     seed(1)
-    _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
-    state = safe(saved[2].state)["loader"]
-    loader = make(Drawing(8))
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    tracker.load_state_dict(state)
-    assert tracker.state_dict(None) == state
+    tracker, tracked = follow(make(Echo(8)))
     iterator = iter(tracked)
-    assert tracker.state_dict(2)["workers"] == state["workers"]
-    assert tracker.state_dict(2)["record"]["first"] == state["record"]["first"]
-    del iterator
-
-
-def test_loader_with_living_workers_is_set_back() -> None:
-    """A loader whose persistent workers wait for the next epoch gets new workers for a loaded state."""
-    loader = DataLoader(Drawing(8), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
-    seed(1)
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    iterator = iter(tracked)
-    next(iterator)
-    state = safe(tracker.state_dict(1))
-    rest = [listed(batch) for batch in iterator]
-    tracker.load_state_dict(state)
-    assert [listed(batch) for batch in tracked] == rest
-
-
-def test_state_is_a_copy() -> None:
-    """Continuing, or changing the returned state, changes neither state nor tracker."""
-    loader = DataLoader(Drawing(8), batch_size=2, shuffle=True)
-    tracker = TrackedLoader(loader)
-    iterator = iter(tracker.copy_of(loader))
-    next(iterator)
-    state = tracker.state_dict(1)
+    next(iterator), next(iterator)
+    state = tracker.state_dict(2)
     copy = safe(state)
-    next(iterator)
+    rest = [listed(batch) for batch in iterator]
     assert state == copy
-    fresh = TrackedLoader(loader)
-    kept = fresh.copy_of(loader)
-    fresh.load_state_dict(state)
-    fresh.state_dict(None)["consumed"] = 5
-    assert fresh.state_dict(None) == copy
-    del kept
+    again, resumed = follow(make(Echo(8)), copy)
+    again.state_dict(None)["consumed"] = 5
+    assert again.state_dict(None) == copy
+    iterator = iter(resumed)
+    assert again.state_dict(2)["workers"] == copy["workers"]
+    tracker.load_state_dict(copy)
+    assert [listed(batch) for batch in tracked] == [listed(batch) for batch in iterator] == rest
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_leaves_the_generators_as_they_were(num_workers: int) -> None:
-    """Continuing in an epoch neither draws from the main process's generators nor moves them."""
-    make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=num_workers)
-    seed(1)
-    _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
-    seed(2)
-    loader = make(Drawing(8))
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    tracker.load_state_dict(saved[3].state["loader"])
-    before = rng_state()
-    iterator = iter(tracked)
-    assert rng_state() == before
-    del iterator
-
-
-class Named(DataLoader[Any]):
-    """A user's loader that changes each batch and counts its iterations."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_iterations = 0
-
-    def __iter__(self) -> Any:
-        self.num_iterations += 1
-        for batch in super().__iter__():
-            yield -batch
-
-
-@pytest.mark.parametrize("workers", ["no workers", "2 workers"])
-def test_loader_of_the_users_own_class_resumes_exactly(workers: str) -> None:
-    """The user's class still changes each batch, before and after, even if its `__iter__` is a generator."""
-    make = partial(Named, batch_size=2, shuffle=True, **WORKERS[workers])
-    seed(1)
-    reference = loop(make(Drawing(7)), num_epochs=2)
-    seed(1)
-    events, saved = tracked_loop(make(Drawing(7)), num_epochs=2, save=True)
-    assert events == reference
-    seed(2)
-    for cut in (saved[1], saved[4], saved[7]):
-        loader = make(Drawing(7))
-        tracker = TrackedLoader(loader)
-        tracked = tracker.copy_of(loader)
-        state = safe(cut.state)
-        tracker.load_state_dict(state["loader"])
-        found = [listed(batch)[0][0] for batch in tracked]
-        assert found == [event[2][0][0] for event in after(reference, cut) if event[0] == cut.epoch]
-
-
-@pytest.mark.parametrize("workers", ["no workers", "2 persistent workers"])
-@pytest.mark.parametrize("kind", [DataLoader, Named])
-def test_copy_is_of_the_users_class_and_the_loader_unchanged(kind: type[DataLoader[Any]], workers: str) -> None:
-    """The copy has the user's class; the user's loader keeps all attributes, except those that it counts itself."""
-    loader = kind(Drawing(6), batch_size=2, shuffle=True, generator=generator(0), **WORKERS[workers])
+@pytest.mark.parametrize("workers", [{}, WORKERS["2 persistent workers"]])
+@pytest.mark.parametrize("kind", [DataLoader, Negative])
+def test_copy_is_of_the_users_class_and_the_loader_unchanged(kind: Any, workers: dict[str, Any]) -> None:
+    """The copy has the user's class and samplers; the loader keeps all attributes but those that it counts itself."""
+    loader: Any = kind(Drawing(6), batch_size=2, shuffle=True, generator=generator(0), **workers)
     before, state = dict(vars(loader)), loader.generator.get_state()
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
+    tracker, tracked = follow(loader)
     assert isinstance(tracked, kind)
     assert (type(tracked).__name__, type(tracked).__module__) == (kind.__name__, kind.__module__)
-    assert tracked.dataset is loader.dataset
-    assert (len(tracked), tracked.batch_size, tracked.sampler) == (len(loader), loader.batch_size, loader.sampler)
     assert torch.equal(loader.generator.get_state(), state)
     iterator = iter(tracked)
     next(iterator)
-    assert vars(loader).keys() == before.keys()
-    counted = {"num_iterations"} & before.keys()
-    assert all(vars(loader)[name] is value for name, value in before.items() if name not in counted)
-    assert all(getattr(loader, name) == before[name] + 1 for name in counted)
-    assert type(loader) is kind
-    del iterator
-
-
-@pytest.mark.parametrize("workers", ["no workers", "1 worker"])
-@pytest.mark.parametrize("arguments", [{"batch_size": 2, "shuffle": True}, {"batch_size": None}])
-def test_copy_has_the_users_samplers(arguments: dict[str, Any], workers: str) -> None:
-    """Code that looks at the samplers of a loader finds the user's, during an iteration as well; they are followed."""
-    loader: Any = DataLoader(Drawing(6), **arguments, **WORKERS[workers])
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    iterator = iter(tracked)
-    next(iterator)
-    assert tracked.batch_sampler is loader.batch_sampler
-    assert tracked.sampler is loader.sampler
+    for name in ("dataset", "sampler", "batch_sampler", "batch_size"):
+        assert getattr(tracked, name) is getattr(loader, name)
+    assert len(tracked) == len(loader)
     assert tracker.num_handed_out > 0
-    del iterator
-
-
-@pytest.mark.parametrize("kind", [DataLoader, Named])
-def test_loader_made_of_the_copys_class_is_its_own(kind: type[DataLoader[Any]]) -> None:
-    """Code that makes a loader of the class of another one gets one that draws from its own sampler."""
-    loader: Any = kind(Drawing(6), batch_size=2)
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
+    assert type(loader) is kind
+    found = {name: value for name, value in vars(loader).items() if name != "num_iterations"}
+    assert found == before
+    assert getattr(loader, "num_iterations", 1) == 1
     other: Any = type(tracked)(tracked.dataset, batch_size=3)
-    assert len(other) == 2
-    assert len(tracked) == 3
-    assert list(other._index_sampler) == [[0, 1, 2], [3, 4, 5]]
+    assert (len(other), len(tracked)) == (2, 3), "a loader that is made of the copy's class is its own"
 
 
-def test_class_that_goes_round_is_reported() -> None:
-    """A subclass that calls DataLoader's own `__iter__` past ours can't be followed: the error says how it can be."""
-
-    class Rude(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return DataLoader.__iter__(self)
-
-    loader = Rude(Drawing(4))
-    with pytest.raises(NotExactError, match=r"Let it call super\(\).__iter__\(\)"):
-        next(iter(TrackedLoader(loader).copy_of(loader)))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class Stateful(DataLoader[Any]):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-class Eager(DataLoader[Any]):
-    """Creates its iterator early and keeps it, like a loader that never ends its workers."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.iterator = super().__iter__()
-
-    def __iter__(self) -> Any:
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-class Endless:
-    def __iter__(self) -> Iterator[int]:
-        return iter([0])
-
-
-def with_living_workers() -> DataLoader[Any]:
-    """Return a loader that has been iterated over and keeps its workers."""
-    loader = DataLoader(Drawing(4), num_workers=1, persistent_workers=True)
-    iter(loader)
-    return loader
-
-
-REASONS: dict[str, tuple[Callable[[], object], str]] = {
-    "list": (lambda: [1, 2], "its class list is not a torch DataLoader"),
-    "its own state": (lambda: Stateful(Drawing(2)), "a Stateful keeps its own state"),
-    "out of order": (lambda: DataLoader(Drawing(2), num_workers=1, in_order=False), "set in_order=True"),
-    "living workers": (with_living_workers, "already has its own iterator"),
-    "iterator made at once": (lambda: Eager(Drawing(2)), "already has its own iterator"),
-}
-
-
-@pytest.mark.parametrize("case", REASONS)
-def test_loader_that_cant_be_exact_is_told_why(case: str) -> None:
-    """Each loader that can't be resumed exactly gets its own reason."""
-    make, reason = REASONS[case]
-    assert reason in (why_not_exact(make()) or "nothing")
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_loader_that_can_be_exact_has_no_reason_against_it(workers: str) -> None:
-    """Plain loaders pass, with workers of any kind."""
-    assert why_not_exact(DataLoader(Drawing(4), shuffle=True, **WORKERS[workers])) is None
-    assert why_not_exact(Named(Drawing(4), **WORKERS[workers])) is None
-
-
-class Swelling(Dataset[int]):
-    """Creates, when it is first used, more generators than the slot's reserve allows."""
-
-    def __init__(self) -> None:
-        self.generators: list[Any] = []
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        self.generators += [random.Random(i) for i in range(200)]
-        return index
-
-
-def test_worker_state_that_does_not_fit_is_reported() -> None:
-    """A state that outgrows its slot raises when it is read; another state is never resumed."""
-    loader = DataLoader(Swelling(), num_workers=1)
-    tracker = TrackedLoader(loader)
-    iterator = iter(tracker.copy_of(loader))
-    next(iterator)
-    with pytest.raises(NotExactError, match=r"has \d+ bytes, but its slots have \d+"):
-        tracker.state_dict(1)
-    del iterator
-
-
-class Telling(Dataset[Any]):
-    """Returns a number that depends on how the worker was set up."""
-
-    setup = 0
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return Telling.setup
-
-
-def _set_up(number: int, worker_id: int) -> None:
-    Telling.setup = 10 * number + worker_id
-
-
-@pytest.mark.parametrize(("own", "default", "expected"), [(None, 1, 10), (2, 1, 20), (2, None, 20), (None, None, 0)])
-def test_workers_are_set_up_as_the_user_says(own: int | None, default: int | None, expected: int) -> None:
-    """The user's `worker_init_fn` runs; without one, the default one does, if any."""
-    functions = [None if number is None else partial(_set_up, number) for number in (own, default)]
-    loader = DataLoader(Telling(), batch_size=2, num_workers=2, worker_init_fn=functions[0])
-    tracked = TrackedLoader(loader, default_worker_init=functions[1]).copy_of(loader)
-    worker_1 = 0 if expected == 0 else 1
-    assert [batch.tolist() for batch in tracked] == [[expected] * 2, [expected + worker_1] * 2]
-
-
-def test_copy_that_is_gone_takes_its_workers_along() -> None:
-    """Nothing keeps workers alive once the copy is dropped; the tracker then reports that it is gone."""
-    loader = DataLoader(Drawing(4), num_workers=1, persistent_workers=True)
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    next(iter(tracked))
-    assert len(multiprocessing.active_children()) == 1
-    gc.disable()
-    try:
-        del tracked
-        assert multiprocessing.active_children() == []
-    finally:
-        gc.enable()
-    with pytest.raises(ReferenceError, match="no longer exists"):
-        tracker.loader  # noqa: B018 - it raises
-
-
-# Workers that don't come back by themselves, and signals that reach them.
-
-
-class Stuck(Dataset[Any]):
-    """Reports that a sample is being read, and never returns."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-        self.begun = torch.zeros(2, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        self.begun[index % 2] = 1
-        if self.how == "sleep":
-            time.sleep(1000)
-        while self.how == "busy loop":
-            pass
-        return sum(range(10**13))  # a loop in C that runs no Python handler
-
-    def wait_until_stuck(self) -> None:
-        deadline = time.monotonic() + 20
-        while not self.begun.all():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-
-@pytest.mark.parametrize("how", ["sleep", "busy loop", "loop in C"])
-def test_stuck_workers_are_ended_soon(how: str) -> None:
-    """Stuck workers are gone before torch's 5 s each, without an exception, and torch's handler is back in place."""
-    loader = DataLoader(Stuck(how), num_workers=2)
-    tracker = TrackedLoader(loader)
-    iterator = iter(tracker.copy_of(loader))
-    loader.dataset.wait_until_stuck()
-    handler = signal.getsignal(signal.SIGCHLD)
-    began = time.monotonic()
-    tracker.close_workers(timeout_seconds=0.3)
-    assert time.monotonic() - began < 4.0
-    assert multiprocessing.active_children() == []
-    assert signal.getsignal(signal.SIGCHLD) == handler
-    time.sleep(0.01)  # a late signal would arrive here
-    began = time.monotonic()
-    del iterator
-    gc.collect()
-    assert time.monotonic() - began < 4.0
-
-
-def test_handler_of_childrens_deaths_does_not_hear_of_the_workers() -> None:
-    """Torch's handler raises when a worker was killed: it does not run while workers are closed, and is put back."""
-    loader = DataLoader(Stuck("loop in C"), num_workers=2)
-    tracker = TrackedLoader(loader)
-    iterator = iter(tracker.copy_of(loader))
-    loader.dataset.wait_until_stuck()
-    heard: list[int] = []
-
-    def handler(signum: int, frame: object) -> None:
-        heard.append(signum)
-
-    before = signal.signal(signal.SIGCHLD, handler)
-    try:
-        tracker.close_workers(timeout_seconds=0.1)
-        time.sleep(0.01)
-        assert signal.getsignal(signal.SIGCHLD) is handler
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert heard == []
-    del iterator
-
-
-def test_workers_are_closed_twice_and_before_they_are_made() -> None:
-    """Closing is harmless without workers, before the first iteration, and a second time."""
-    TrackedLoader(DataLoader(Drawing(2))).close_workers()
-    loader = DataLoader(Drawing(4), num_workers=1)
-    tracker = TrackedLoader(loader)
-    tracked = tracker.copy_of(loader)
-    tracker.close_workers()
-    iterator = iter(tracked)
-    next(iterator)
-    tracker.close_workers()
-    tracker.close_workers()
-    assert multiprocessing.active_children() == []
-    del iterator
-
-
-def test_other_children_are_left_alone() -> None:
-    """A child process of user code outlives the closing of the workers."""
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=time.sleep, args=(60,))
-    child.start()
-    try:
-        loader = DataLoader(Drawing(4), num_workers=1)
-        tracker = TrackedLoader(loader)
-        iterator = iter(tracker.copy_of(loader))
-        next(iterator)
-        tracker.close_workers()
-        assert multiprocessing.active_children() == [child]
-        del iterator
-    finally:
-        child.terminate()
-        child.join()
-
-
-def _signals_that_arrive() -> list[signal.Signals]:
-    return [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
-
-
-def test_workers_continue_through_signals_until_told() -> None:
-    """A signal to the whole process group doesn't end workers; once they are released, SIGTERM does."""
-    loader = DataLoader(Drawing(40), batch_size=1, num_workers=2)
-    tracker = TrackedLoader(loader)
+def test_two_loops_that_count_iterations_agree() -> None:
+    """After a resume, a loader's own class changes and counts as before."""
     seed(1)
-    expected = [listed(batch) for batch in DataLoader(Drawing(40), batch_size=1, num_workers=2)]
-    seed(1)
-    iterator = iter(tracker.copy_of(loader))
-    found = [listed(next(iterator)) for _ in range(2)]  # both are set up
-    workers = multiprocessing.active_children()
-    assert len(workers) == 2
-    for signum in _signals_that_arrive():
-        for worker in workers:
-            os.kill(worker.pid, signum)
-        found += [listed(next(iterator)) for _ in range(4)]
-    found += [listed(next(iterator)) for _ in range(20)]
-    assert found == expected[: len(found)]
-    assert all(worker.is_alive() for worker in workers)
-    tracker.release_workers()
-    for worker in workers:
-        os.kill(worker.pid, signal.SIGTERM)
-        worker.join(30)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    del iterator
+    loader = Negative(Drawing(7), 2, shuffle=True)
+    _, saved = tracked_loop(loader, num_epochs=1, save=True)
+    assert loader.num_iterations == 1
+    again = Negative(Drawing(7), 2, shuffle=True)
+    tracked_loop(again, num_epochs=2, resume=Saved(epoch=0, batch=2, state=saved[2].state))
+    assert again.num_iterations == 2
 
 
-UNFINISHED = """
-import os, sys, torch
-from torch.utils.data import DataLoader, TensorDataset
-from lightning_faulttolerant.loader.tracked import TrackedLoader
-loader = DataLoader(TensorDataset(torch.arange(40)), num_workers=2, persistent_workers=True)
-tracker = TrackedLoader(loader)
-tracked = tracker.copy_of(loader)
-iterator = iter(tracked)
-next(iterator)
-if os.fork() == 0:
-    sys.exit(0)
-os.wait()
-assert not tracker._workers.current.ring.is_closing(0), "a child's end is not the run's"
-raise RuntimeError("of the user")
-"""
+# worker_rng="per_sample": samples that are seeded one by one depend only on their place.
 
 
-def test_process_with_living_workers_can_end() -> None:
-    """A user's exception that leaves an iterator behind ends the process, which does not wait for workers."""
-    ended = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert ended.stderr.strip().endswith("RuntimeError: of the user")
+def test_seeded_samples_do_not_depend_on_the_number_of_workers() -> None:
+    """Three epochs yield the same batches with no, one and two workers; a generator of the sampler moves on alike."""
+    found = []
+    for num_workers in (0, 1, 2):
+        seed(1)
+        own = generator(5)
+        loader = DataLoader(Drawing(6), 2, sampler=RandomSampler(range(6), generator=own), num_workers=num_workers)
+        tracked = follow(loader, seeds=SampleSeeds(seed=3))[1]
+        found.append(([listed(batch) for _ in range(3) for batch in tracked], own.get_state().tolist()))
+    assert found[0] == found[1] == found[2]
 
 
-def _fail_with_an_iterator() -> None:
-    tracker = TrackedLoader(loader := DataLoader(Drawing(40), batch_size=1, num_workers=1))
-    batches = iter(tracker.copy_of(loader))
-    next(batches)
-    raise RuntimeError("of the user")
+def test_seeded_fetch_leaves_the_generators() -> None:
+    """Without workers, a fetch leaves the global and the held generators as they were, even if it fails."""
+    for data in (Drawing(4), Failing(4)):
+        iterator = iter(follow(DataLoader(data, batch_size=2), seeds=SampleSeeds(seed=3))[1])
+        before = rng_state(), data.python.getstate(), data.numpy.bit_generator.state
+        if isinstance(data, Failing):
+            with pytest.raises(RuntimeError, match="no such sample"):
+                next(iterator)
+        else:
+            next(iterator)
+        assert (rng_state(), data.python.getstate(), data.numpy.bit_generator.state) == before
 
 
-def test_process_of_multiprocessing_with_living_workers_can_end() -> None:
-    """The same in a process that calls no function of atexit, such as a rank that Lightning spawns."""
-    child = multiprocessing.get_context("fork").Process(target=_fail_with_an_iterator)
-    child.start()
-    child.join(20)
-    exitcode = child.exitcode
-    child.kill()
-    assert exitcode == 1
+# Loaders with an `__iter__` of their own may begin in the middle if each batch stands alone.
 
 
-@pytest.mark.slow
-def test_spawned_workers_resume_exactly() -> None:
-    """Spawned workers get ring, state and setup by pickle, and continue exactly."""
-    make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="spawn")
-    seed(1)
-    reference = loop(make(Drawing(7)), num_epochs=1)
-    seed(1)
-    events, saved = tracked_loop(make(Drawing(7)), num_epochs=1, save=True)
-    assert events == reference
-    seed(2)
-    resumed, _ = tracked_loop(make(Drawing(7)), num_epochs=1, resume=saved[3])
-    assert resumed == after(reference, saved[3])
+class Moves(DataLoader[Any]):
+    """Moves each batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, target in super().__iter__():
+            moved = batch.to("cpu")
+            yield moved, target
 
 
-def test_tensor_data_sets_and_other_collate_functions_pass() -> None:
+class Enumerates(DataLoader[Any]):
+    """Adds the number of each batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            yield batch + number
+
+
+class Repeats(DataLoader[Any]):
+    """Yields each batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+class Remembers(DataLoader[Any]):
+    """Adds the batch before."""
+
+    last: Any = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            before = self.last
+            self.last = batch
+            yield batch + before
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(DataLoader, True), (data_sets.Unsized, True), (data_sets.UnpackingLoader, True), (Moves, True)]
+    + [
+        (kind, False) for kind in (data_sets.MappingLoader, Enumerates, Repeats, Remembers, type("Sub", (Repeats,), {}))
+    ],
+)
+def test_classes_that_take_each_batch_alone(kind: Any, expected: bool) -> None:
+    """A class that counts, repeats, or keeps something may not begin in the middle."""
+    assert takes_each_batch_alone(kind) is expected
+
+
+def test_user_collate_functions_pass() -> None:
     """A user's `collate_fn` gets the samples, and its result reaches the loop unchanged."""
-    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, num_workers=1, collate_fn=_as_tuple)
-    assert list(TrackedLoader(loader).copy_of(loader)) == [("own", 0, 1), ("own", 2, 3)]
-
-
-def _as_tuple(samples: list[Any]) -> Any:
-    return ("own", *(value.item() for (value,) in samples))
+    data: Dataset[Any] = torch.utils.data.TensorDataset(torch.arange(4))
+    loader = DataLoader(data, batch_size=2, num_workers=1, collate_fn=lambda samples: ("own", *samples))
+    assert repr(list(follow(loader)[1])) == repr([("own", *map(data.__getitem__, pair)) for pair in ((0, 1), (2, 3))])

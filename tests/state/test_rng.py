@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import look, restore_globals, rng_state, saved_globals, set_rng_state
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -30,6 +30,15 @@ DRAWS = {
     "torch.rand": lambda: torch.rand(17).tolist(),
     "torch.randint": lambda: torch.randint(2**40, ()).item(),
 }
+MORE = {
+    "seeds": lambda: (random.seed(5), np.random.seed(5), torch.manual_seed(5), None)[-1],
+    "as many as there are words": lambda: (random.getrandbits(32 * 624), np.random.bytes(4 * 624))[0],
+    "torch, as many": lambda: torch.empty(624, dtype=torch.int32).random_().tolist(),
+    "torch double": lambda: torch.randn(1, dtype=torch.float64).item(),
+    "torch permutation": lambda: torch.randperm(7).tolist(),
+    "nothing": lambda: None,
+}
+DRAWS |= MORE
 draws = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)
 
 
@@ -117,9 +126,46 @@ def test_numpy_is_not_imported_for_it() -> None:
         "import sys\n"
         "sys.modules['numpy'] = None\n"  # as if it were not installed
         "import warnings; warnings.simplefilter('ignore')\n"  # torch's, about exactly that
-        "from lightning_faulttolerant.state.rng import rng_state, set_rng_state\n"
+        "from lightning_faulttolerant.state.rng import look, restore_globals, rng_state, saved_globals, set_rng_state\n"
         "state = rng_state()\n"
         "set_rng_state(state)\n"
         "assert list(state) == ['python', 'torch'], list(state)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@given(names=draws)
+def test_a_look_shows_each_draw(names: list[str]) -> None:
+    """After any draws, a look is the state, and the same object as before only if nothing was drawn or seeded."""
+    for name in names:
+        before, state = look(), rng_state()
+        assert before == state
+        DRAWS[name]()
+        assert (look() is before) == (rng_state() == state)
+        assert look() == rng_state()
+        saved_globals()  # a save hides nothing from a look
+        assert look() == rng_state()
+
+
+@given(before=draws, between=draws)
+def test_saved_globals_come_back_as_often_as_wanted(before: list[str], between: list[str]) -> None:
+    """States that were saved come back after any draws, even if NumPy's bit generator is another one by then."""
+    for name in before:
+        DRAWS[name]()
+    state, saved, kept = rng_state(), saved_globals(), np.random.get_bit_generator()
+    for replaces in (False, True):
+        for name in between:
+            DRAWS[name]()
+        if replaces:
+            np.random.set_bit_generator(np.random.MT19937(3))
+        restore_globals(saved)
+        assert look() == rng_state() == state
+    np.random.set_bit_generator(kept)
+
+
+def test_looks_do_not_depend_on_the_default_device() -> None:
+    """A default device for new tensors changes no state."""
+    state = rng_state()
+    with torch.device("meta"):
+        assert rng_state() == state
+        assert look() == state

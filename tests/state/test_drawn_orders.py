@@ -1,8 +1,8 @@
-"""The parts of splits are found among all objects without a call into any of them."""
+"""Orders that a script draws without a seed: of splits, lists, arrays, and mappings. The laws show their use."""
 
 from __future__ import annotations
 
-import zlib
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, SubsetRandomSampler
 
-from lightning_faulttolerant.state import splits
+from lightning_faulttolerant.state import orders
 from lightning_faulttolerant.state.splits import Parts
 
 
@@ -19,10 +19,6 @@ class Numbers(Dataset[int]):
 
     def __len__(self) -> int:
         return 10
-
-
-class Alone(Numbers):
-    """No other test has parts of it."""
 
 
 class Broken(Dataset[int]):
@@ -64,34 +60,23 @@ def test_strange_parts_are_left_alone() -> None:
     assert test.indices == [8, 7]
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1], dtype=np.uint8), torch.tensor([2, 0, 1]), [np.int64(2), 0, True]],
-    ids=lambda value: type(value).__name__,
-)
-def test_indices_of_any_kind(indices: Any) -> None:
-    """Indices are whole numbers in any container that can hold them."""
-    parts = Parts()
-    parts.note({"part": Subset(Numbers(), indices)})
-    assert splits._unpacked(parts.state_dict()["part"]["indices"]) == [2, 0, 1]
-
-
-@pytest.mark.parametrize("indices", [["a", "b"], [1.5], {1: 2}, {1, 2}, None, [2**70], np.zeros((2, 2))], ids=str)
-def test_what_is_no_indices(indices: Any) -> None:
-    """An object with any other indices is not a part."""
-    parts = Parts()
-    parts.note({"part": Subset(Numbers(), indices)})
-    assert parts.state_dict() == parts.digests == {}
-
-
-def test_a_save_does_not_look_at_the_indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a part was drawn is noted once: a save of a million indices takes no time."""
-    parts = Parts()
-    parts.note({"part": Subset(Alone(), [1, 0])})
-
-    def refuse(data: bytes) -> bytes:
-        raise AssertionError("looked at them")
-
-    monkeypatch.setattr(zlib, "decompress", refuse)
-    assert parts.drawn == ["part"]
-    assert parts.state_dict()["part"]["same"] == "part"
+@pytest.mark.parametrize("name", ["list", "names", "mapping", "array", "tensor", "tuple"])
+def test_an_order_is_put_into_the_same_elements(name: str) -> None:
+    """Another order of the same elements becomes the one that was kept; an order that was not drawn is not kept."""
+    make: Any = {
+        "list": lambda order: [order[k] / 7 for k in range(40)],
+        "names": lambda order: [f"{k:02d}.png" for k in order],
+        "mapping": lambda order: {f"key {k}": k for k in order},
+        "array": lambda order: np.array(order, dtype=np.float32),
+        "tensor": lambda order: torch.tensor(order, dtype=torch.bfloat16),
+        "tuple": lambda order: tuple((f"{k:02d}", k) for k in order),
+    }[name]
+    first, second = (make(random.Random(seed).sample(range(40), 40)) for seed in (0, 1))
+    kept = orders.kept_order(first)
+    assert kept is not None
+    assert orders.kept_order(make(range(40))) is None
+    assert orders.digest(first) != orders.digest(second)
+    found = orders.in_order(second, kept)
+    assert orders.digest(found if name == "tuple" else first) == orders.digest(first)
+    assert orders.fill(second, found) == (name != "tuple")
+    assert orders.digest(second) == orders.digest(first) or name == "tuple"

@@ -1,0 +1,303 @@
+"""Data sets, samplers, and loaders of the tests. Nothing else is in this module: each tracker walks through it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
+
+
+class Drawing(Dataset[Tensor]):
+    """Each sample holds its index and draws from every generator, global and held, including cached Gaussians."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.python = random.Random(0)
+        self.numpy = np.random.default_rng(0)
+        self.lazy: random.Random | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self.lazy is None:
+            self.lazy = random.Random(7)
+        own = [self.python.gauss(0, 1), self.numpy.normal(), self.lazy.random()]
+        common = [random.gauss(0, 1), np.random.randn(), torch.randn(()).item()]
+        return torch.tensor([float(index), *own, *common], dtype=torch.float64)
+
+
+class Noisy(Drawing):
+    """A sample is its index and a random number."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()], dtype=torch.float64)
+
+
+class Echo(Dataset[str]):
+    """A sample is its index, whatever that is, as a text."""
+
+    def __init__(self, length: int = 9) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> str:
+        return repr(index)
+
+
+class Threaded:
+    """Draws each index lazily, from all generators."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(9):
+            yield random.randrange(50) + 100 * int(np.random.randint(50)) + 10_000 * self.own.randrange(50)
+
+
+class Slices(Threaded):
+    """Yields objects, which a checkpoint can't hold."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (slice(index) for index in super().__iter__())
+
+
+class OwnIterator:
+    """Is its own iterator, and begins again at each call of `iter`, as the samplers of lhotse do."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> OwnIterator:
+        self.left = iter(random.sample(range(9), 9))
+        return self
+
+    def __next__(self) -> Any:
+        return slice(next(self.left))
+
+
+def shard() -> tuple[int, int]:
+    """Return this worker's number and the number of workers."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Stream(IterableDataset[Any]):
+    """Yields samples that tell their worker, and draws; the workers' parts differ in length."""
+
+    def __init__(self, length: int = 7) -> None:
+        self.length, self.rng = length, random.Random(3)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.length).tolist()
+        worker, step = shard()
+        for k in range(worker, self.length, step):
+            yield torch.tensor([float(k), order[k], self.rng.random(), random.gauss(0, 1), torch.rand(()).item()])
+
+
+class SampledRange(IterableDataset[Any]):
+    """Is its own iterator, over a sampler that it creates in `__iter__`; workers share the range."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, step = shard()
+        self.data = range(20)[worker::step]
+        self.order = iter(RandomSampler(self.data))
+        return self
+
+    def __next__(self) -> Any:
+        return torch.full((4,), float(self.data[next(self.order)]))
+
+
+class Tasks(IterableDataset[Any]):
+    """Counts its epochs, seeds all generators by them, and deals batches of indices to ranks and workers."""
+
+    task = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, step = shard()
+        random.seed(42 + self.task)
+        self.indices = random.sample(range(60), 30)
+        torch.manual_seed(42 + self.task + worker)
+        sampler = DistributedSampler(range(30), 2 * step, step + worker, seed=42 + self.task)
+        self.batches = iter(BatchSampler(sampler, 2, drop_last=True))
+        self.task += 1
+        return self
+
+    def __next__(self) -> Any:
+        return torch.tensor([self.indices[index] + torch.rand(()).item() for index in next(self.batches)])
+
+
+class Negative(DataLoader[Any]):
+    """A user's loader that changes each batch and counts its iterations."""
+
+    num_iterations = 0
+
+    def __iter__(self) -> Any:
+        self.num_iterations += 1
+        for batch in super().__iter__():
+            yield -batch
+
+
+def generator(number: int = 3) -> torch.Generator:
+    """Return a seeded generator."""
+    return torch.Generator().manual_seed(number)
+
+
+def sharing(length: int, size: int, **more: Any) -> DataLoader[Any]:
+    """Return a loader whose sampler and data set draw from one generator."""
+    data = Drawing(length)
+    data.shared = own = generator()  # type: ignore[attr-defined]
+    data.lazy = type("Both", (), {"random": lambda self: torch.rand((), generator=own).item()})()  # type: ignore[assignment]
+    return DataLoader(data, size, sampler=RandomSampler(data, generator=own), **more)
+
+
+class BufferShuffle:
+    """Yields indices from random places of a buffer: each depends on all earlier draws."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = list(range(8))
+        for index in range(8, 38):
+            place = random.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = index
+
+
+class ChunkShuffle(BufferShuffle):
+    """Draws only now and then: a permutation for each chunk."""
+
+    def __init__(self) -> None:
+        self.same = torch.default_generator  # it has two names
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, 30, 7):
+            yield from (start + torch.randperm(7)).tolist()
+
+
+class DrawsAll(BufferShuffle):
+    """Draws from each kind of generator, also from its own."""
+
+    def __init__(self) -> None:
+        self.own = (random.Random(0), np.random.RandomState(0), np.random.default_rng(0), torch.Generator())
+
+    def __iter__(self) -> Iterator[Any]:
+        python, numpy, other, of_torch = self.own
+        for index in super().__iter__():
+            drawn = np.random.randn(), torch.randn(()).item(), python.gauss(0, 1), numpy.randn(), other.random()
+            yield index, *drawn, torch.rand((), generator=of_torch).item()
+
+
+class Failing(Drawing):
+    """Fails after its draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        raise RuntimeError("no such sample")
+
+
+# What can't be resumed exactly.
+
+
+class Counting(Echo):
+    """A sampler that yields other indices at each start."""
+
+    def __init__(self, num_iterations: int = 0) -> None:
+        super().__init__(6)
+        self.count = ContextVar("count", default=num_iterations)  # the package does not look for state there
+
+    def __iter__(self) -> Iterator[int]:
+        self.count.set(self.count.get() + 1)
+        return iter([self.count.get() * 100 + i for i in range(6)])
+
+
+class EndsAlike(Counting):
+    """Its first 9 indices depend on the count of starts; the later ones don't."""
+
+    def __init__(self, num_iterations: int = 0, is_object: bool = False) -> None:
+        super().__init__(num_iterations)
+        self.length, self.is_object = 20, is_object
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count.set(self.count.get() + 1)
+        indices = [(i + self.count.get()) % 9 if i < 9 else i for i in range(20)]
+        return iter([slice(i) for i in indices] if self.is_object else indices)
+
+
+class Equipped:
+    """A sampler that draws late, from a generator that it may have been given."""
+
+    def __init__(self, *parts: random.Random) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+        yield self.parts[0].randrange(50) if self.parts else 0
+
+
+class EquippedStream(IterableDataset[Tensor]):
+    """Draws late, from a generator that it may have been given."""
+
+    def __init__(self, *parts: random.Random) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(8):
+            yield torch.tensor(number + (self.parts[0].random() if self.parts and number > 5 else 0.0))
+
+
+class Rude(DataLoader[Any]):
+    """Calls DataLoader's own `__iter__`."""
+
+    def __iter__(self) -> Any:
+        return DataLoader.__iter__(self)
+
+
+class Stateful(DataLoader[Any]):
+    """Has a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+class Eager(DataLoader[Any]):
+    """Creates its iterator early and keeps it, like a loader that never ends its workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self.iterator
+
+
+class Swelling(Echo):
+    """Creates, when it is first used, more generators than the reserve for a worker's state allows."""
+
+    generators: Any = ()
+
+    def __getitem__(self, index: int) -> str:
+        self.generators = [*self.generators, *(random.Random(i) for i in range(200))]
+        return repr(index)
