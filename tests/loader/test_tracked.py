@@ -148,7 +148,9 @@ with_torch_warnings = pytest.mark.filterwarnings("ignore:This DataLoader will cr
 def test_every_cut_resumes_exactly(row: str) -> None:
     """Before batches, at the ends of epochs, and between them, in this process; half of the rows are cut again."""
     once = row == "Lightning's"  # for predictions, which have one epoch
-    assert_every_cut(ROWS[row], num_epochs=1 if once else 2, cuts=slice(0, -1, 3), again=0 if len(row) % 2 else None)
+    # A stream that counts its starts in an eager `__iter__` is refused after its start, before its first batch.
+    cuts = slice(0, -1, 2 if row == "tasks" else 3)
+    assert_every_cut(ROWS[row], num_epochs=1 if once else 2, cuts=cuts, again=0 if len(row) % 2 else None)
 
 
 FAST = ("shuffled", "no batching", "drawn one by one", "objects", "iterable", "uneven", "tasks", "worker_init")
