@@ -50,13 +50,6 @@ class Run:
         return self.now
 
 
-def test_margin_is_a_reserve_a_save_and_a_batch() -> None:
-    """The run stops early enough before its deadline that a batch can end and a save can finish."""
-    run = Run()
-    run.save_seconds = 50.0
-    assert run.stops_at(20.0) == pytest.approx(1000 - RESERVE_SECONDS - 60 - 20, abs=1.5)
-
-
 def test_longest_batch_counts() -> None:
     """One long batch, or one long pause between two batches, counts from then on."""
     run = Run()
@@ -65,11 +58,3 @@ def test_longest_batch_counts() -> None:
         run.batch += 1
         assert not run.deadline.is_near()
     assert run.stops_at(1.0) == pytest.approx(1000 - RESERVE_SECONDS - 100, abs=1.5)
-
-
-def test_deadline_that_has_passed_is_near() -> None:
-    """A run that begins too late stops immediately."""
-    run = Run()
-    run.now = 2000.0
-    assert run.deadline.is_near()
-    assert run.deadline.seconds_left() == -1000.0

@@ -14,7 +14,9 @@ import pytest
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import signals as stop_module
+from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.signals import StopReason, StopSignals, exit_code, signal_reason, stopped_by
+from lightning_faulttolerant.trainer.stopping import SoleRank
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -218,3 +220,11 @@ def test_rank_among_several_is_not_interrupted(stop: StopSignals, clock: Clock) 
     clock.let_look_on(stop, 9.5)
     stop.note(signal_reason(signal.SIGINT))
     assert stop.requested == signal_reason(signal.SIGTERM)
+
+
+def test_sole_rank_does_what_it_was_asked(stop: StopSignals) -> None:
+    """One rank agrees with itself, and counts the places where it was asked."""
+    agreement = SoleRank(stop)
+    assert (agreement.at_boundary(), agreement.at_validation_batch()) == (None, False)
+    stop.note(signal_reason(signal.SIGTERM))
+    assert (agreement.at_boundary(), agreement.at_validation_batch(), agreement.num_places) == (STOP, True, 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset, random_split
+from torch.utils.data import Subset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
@@ -53,28 +53,6 @@ def again(
 
     assert run(lambda: main(0), seed=0).exit_code < 0
     return run(lambda: main(1), seed=1).output
-
-
-@pytest.mark.usefixtures("whole_reports")
-def test_report_lists_what_was_put_back(tmp_path: Path) -> None:
-    """Each split and each order is a note; the second start has the test set of the first."""
-    tests = []
-
-    def make() -> Loaders:
-        train, validation, test = random_split(Shuffled(), [20, 8, 8])
-        tests.append(test)
-        with (tmp_path / "tests.txt").open("a") as file:
-            print(sorted(test.indices), file=file)
-        return *loaders_of(train, validation), test  # type: ignore[return-value]
-
-    output = again(tmp_path, make, show=lambda: f"test set: {sorted(tests[0].indices)}")
-    assert "Resumed exactly" in output
-    drawn = re.findall(r"note      (.*): restored to what the first start drew", output)
-    lists = [f"{place}/0.dataset.dataset.{name}" for place in ("train", "validation") for name in ("names", "labels")]
-    assert sorted(drawn) == sorted(["train/0.dataset", "validation/0.dataset", "main()._held[0]", *lists])
-    first, second = (tmp_path / "tests.txt").read_text().splitlines()
-    assert first != second
-    assert f"test set: {first}" in output
 
 
 class WithMean(Shuffled):

@@ -66,38 +66,6 @@ class Ranks:
             self.errors.append(error)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    asked=st.dictionaries(st.integers(0, 2), st.integers(0, 6), min_size=1, max_size=3),
-    delays=st.lists(st.integers(0, 3), min_size=NUM_RANKS, max_size=NUM_RANKS),
-    window=st.integers(1, 4),
-)
-def test_all_stop_at_one_boundary(asked: dict[int, int], delays: list[int], window: int) -> None:
-    """All ranks stop at the same boundary, whichever are asked, at whichever boundaries, however fast each is.
-
-    Ranks meet in a collective at the end of each accumulation window, and drift apart inside it.
-    """
-    ranks = Ranks()
-    stopped: dict[int, int] = {}
-    collective = threading.Barrier(NUM_RANKS, timeout=60)
-
-    def main(rank: int, member: Member) -> None:
-        for boundary in ranks.boundaries():
-            if asked.get(rank) == boundary:
-                member.want_stop(f"143 0 rank {rank}")
-            if member.at_boundary() is not None:
-                stopped[rank] = boundary
-                return
-            time.sleep(0.0005 * delays[rank])
-            if (boundary + 1) % window == 0:
-                collective.wait()
-
-    ranks.run(main)
-    assert len(stopped) == NUM_RANKS
-    assert len(set(stopped.values())) == 1
-    assert len({member.stop for member in ranks.members}) == 1
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     saves=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),

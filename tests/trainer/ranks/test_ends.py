@@ -23,7 +23,8 @@ from tests.stopped_ranks import RankEnded, RankProcesses
 
 BOUND = 2.0
 
-pytestmark = [*for_ranks, pytest.mark.slow]
+pytestmark = for_ranks
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def assert_continues(tmp_path: Path) -> None:
         assert "Resumed exactly" in ranks.output(0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
     """Its traceback is printed immediately, the other rank leaves its collective and ends, and the run continues."""
     with RankProcesses(fit_main(tmp_path, Events(rank, "train", 3, raise_error))) as ranks:
@@ -101,6 +102,7 @@ def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
     assert_continues(tmp_path)
 
 
+@SLOW
 @pytest.mark.parametrize("dead", [0, 1])
 @pytest.mark.parametrize("other", ["in a collective", "asleep"])
 def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
@@ -117,6 +119,7 @@ def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
     assert_continues(tmp_path)
 
 
+@SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -> None:
     """A process that stands still longer than the bound is waited for, and the run finishes."""
@@ -129,6 +132,7 @@ def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -
     assert [each.exit_code for each in ended] == [0, 0], [each.output for each in ended]
 
 
+@SLOW
 def test_all_ranks_raise(tmp_path: Path) -> None:
     """If all ranks raise, none waits for another: each has the time that its teardown takes, and continues."""
 
@@ -150,6 +154,7 @@ def stopped_in_time(ended: list[RankEnded], code: int = 143) -> None:
     assert [each.exit_code for each in ended] == [code, code], [each.output for each in ended]
 
 
+@SLOW
 @pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
 def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> None:
     """There is nothing to save yet: all ranks end, and none waits for another."""
@@ -163,6 +168,7 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
     assert "train 0" not in ended[0].output
 
 
+@SLOW
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
     """One rank sleeps and the other one waits for it in a collective: both end in time and report why."""
     main = fit_main(tmp_path, Events(1, "train", 3, sleep_long), options={"grace_seconds": 2.0})
@@ -177,6 +183,7 @@ def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path
     assert_continues(tmp_path)
 
 
+@SLOW
 @pytest.mark.parametrize("hook", ["train", "sanity"])
 @pytest.mark.parametrize("what", ["raises", "is stopped"])
 def test_process_that_was_made_for_a_fit_ends_its_workers(what: str, hook: str, tmp_path: Path) -> None:

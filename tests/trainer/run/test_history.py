@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.errors import RunInUseError, TrainingStopped
-from lightning_faulttolerant.records.history_parser import history_of
+from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.lines import Line, parse_lines, read_lines
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition
@@ -133,22 +132,6 @@ def test_history_that_cannot_be_written_is_announced_once(
     assert "training continues without" in message(caplog)
 
 
-def test_long_file_is_shortened(tmp_path: Path) -> None:
-    """A file never becomes much longer than allowed, and its summary stays the same."""
-    story = Story().begin().start()
-    for _ in range(3000):
-        story.train(10, 5).alive().train(10, 5).autosave(seconds=0.25)
-    file = LocalHistory(str(tmp_path), max_bytes=100_000)
-    longest = 0
-    for line in story.lines:
-        file.add(line)
-        longest = max(longest, os.path.getsize(file.path))
-    assert longest < 101_000
-    [chapter] = history_of(read_lines(file.path)).chapters
-    assert chapter.fits[0].num_autosaves == 3000
-    assert [path.name for path in tmp_path.iterdir()] == ["history.jsonl"]
-
-
 # An object in a store.
 
 
@@ -163,21 +146,6 @@ def test_object_holds_the_lines_of_all_processes(url: str) -> None:
     assert events(stored(url)) == ["begin", "start", "end"] * 2 + ["done"]
     RemoteHistory(f"{url}/none", check=hold).close()
     assert stored(f"{url}/none") == []
-
-
-def test_who_has_lost_the_run_writes_nothing(url: str, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    """A process whose run was taken over does not touch the history of the new process."""
-
-    def is_lost() -> None:
-        raise RunInUseError("taken over")
-
-    history = HistoryWriter(trainer, RemoteHistory(url, check=is_lost), fit=1)
-    with caplog.at_level(logging.WARNING):
-        history.begin(HERE)
-        history.end(None)
-        history.file.close()
-    assert stored(url) == []
-    assert "taken over" in message(caplog)
 
 
 BEGUN = {"event": "begin", "fit": 2}

@@ -110,15 +110,6 @@ def test_saves_and_captures_together_keep_the_share(share: float, costs: list[fl
     assert len(run.saves) - num_saves >= 40
 
 
-def test_slow_store_gets_its_share_and_no_more() -> None:
-    """If each save takes 30 s, some saves in the first hours cost more than the share, but later ones don't."""
-    run = Run(save_seconds=lambda number: 30.0)
-    run.train(40_000)
-    assert run.saves[1] <= 160
-    assert sum(seconds < 3000 for seconds in run.saves) <= 7
-    assert run.intervals()[-1] == pytest.approx(3000, rel=0.01)
-
-
 @pytest.mark.parametrize("start_seconds", [0.5, 4.0, 30.0, 300.0])
 def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_seconds: float) -> None:
     """A resumed run has saved new progress by then, although it does not know how long a save takes here."""
@@ -146,16 +137,3 @@ def test_failures_set_the_interval_by_youngs_formula() -> None:
     run = Run(failures=Failures(number=10, seconds=10_000.0), captures_always=True, capture_seconds=0.001)
     run.train(600)
     assert run.intervals()[-1] == pytest.approx(20.4, abs=0.5)  # the process lives, so the distance grows a little
-
-
-def test_resumed_run_saves_as_soon_as_its_failures_require() -> None:
-    """What a save costs is known from the history: the first one comes neither late nor by its own cold cost."""
-    run = Run(
-        is_resumed=True,
-        start_seconds=20.0,
-        failures=Failures(number=3, seconds=45.0, save_seconds=0.05),
-        save_seconds=lambda number: 0.05 if number else 5.0,
-    )
-    run.train(30)
-    assert run.saves[0] == pytest.approx(1.2, abs=0.11)
-    assert run.intervals()[0] == pytest.approx(5.0 + 1.3, abs=0.2)

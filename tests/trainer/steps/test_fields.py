@@ -134,15 +134,6 @@ def test_logged_values_are_what_loggers_would_get(usual: FitLines) -> None:
     assert [line["metrics"]["loss_step"] for line in logs[:4]] == losses
 
 
-def test_the_first_line_says_what_fit_it_is(usual: FitLines) -> None:
-    """It holds the number of the fit, of its batches and of its ranks, and the settings that affect the arithmetic."""
-    begun = usual.begun
-    assert (begun["fit"], begun["num_batches"], begun["max_epochs"]) == (usual.number, 4, 1)
-    assert (begun["rank"], begun["num_ranks"]) == (0, 1)
-    assert {"torch", "threads", "device", "cpu_capability"} <= begun["surroundings"].keys()
-    assert usual.resumed is None
-
-
 # The order of samples, for loaders of each kind.
 
 

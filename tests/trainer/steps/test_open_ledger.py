@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
@@ -48,12 +46,6 @@ def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
         fit_once(tmp_path, with_ledger("/dev/full", tmp_path / "saves"))
 
 
-def test_a_url_is_refused() -> None:
-    """Lines can't be appended to an object in a store: creating the callback raises an error."""
-    with pytest.raises(ValueError, match="PL_FAULT_TOLERANT_LEDGER must be a local file"):
-        with_ledger("s3://bucket/ledger.jsonl")
-
-
 def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
     """Fits are numbered within the process, whichever callback and trainer they have; trials don't count."""
     path = tmp_path / "ledger.jsonl"
@@ -76,26 +68,6 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
         assert other.end is not None
         assert {**one.end, "time": 0} == {**other.end, "time": 0}
         assert not other.of("batch")
-
-
-def test_checkpoints_are_as_without(tmp_path: Path) -> None:
-    """A checkpoint that ModelCheckpoint saves in on_train_batch_end is the same, and exact, with a ledger."""
-
-    def saved(path: Path | None) -> dict[str, Any]:
-        torch.manual_seed(1)
-        directory = tmp_path / f"{path is None}"
-        checkpoint = ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        fit_once(directory, with_ledger(path, directory / "saves"), checkpoint, enable_checkpointing=True)
-        found: dict[str, Any] = torch.load(directory / "step=2.ckpt", weights_only=True)
-        return found
-
-    written, without = saved(tmp_path / "ledger.jsonl"), saved(None)
-    part = written["lightning_faulttolerant"]
-    assert part["inexact"] == []
-    assert part["fingerprint"] == without["lightning_faulttolerant"]["fingerprint"]
-    assert "ledger" not in str(written)
-    assert without.keys() == written.keys()
-    assert str(without["loops"]) == str(written["loops"])
 
 
 # With fault tolerance switched off.
