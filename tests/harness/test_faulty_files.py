@@ -10,7 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -128,18 +127,6 @@ def test_a_file_opened_in_the_block_is_like_any_other(tmp_path, mode):
     assert (tmp_path / "seen").read_bytes() == (tmp_path / "plain").read_bytes()
 
 
-def test_wrong_arguments_of_open_are_refused_as_ever(tmp_path):
-    """A block must not accept arguments that `open` refuses."""
-    with FaultyFiles(tmp_path):
-        for mode, options in (("wb", {"encoding": "utf-8"}), ("w", {"buffering": 0}), ("wx", {}), ("q", {})):
-            with pytest.raises(ValueError, match=r".+"):
-                (tmp_path / "a").open(mode, **options)
-        with pytest.raises(FileNotFoundError):
-            (tmp_path / "missing" / "a").open("wb")
-        with pytest.raises(TypeError):
-            builtins.open(None, "wb")  # noqa: SIM115
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS])
 def test_chosen_step_fails_with_its_error(tmp_path, number):
     """The chosen step must raise the system's error and have no effect; the others must continue."""
@@ -220,16 +207,6 @@ def test_everything_is_put_back(tmp_path, fault):
     assert all(after[name] is before[name] for name in before)
 
 
-def test_file_that_outlives_the_block_continues(tmp_path):
-    """A file that is still open when the block ends must write and close as any file, and must no longer be counted."""
-    with FaultyFiles(tmp_path, fail_with(errno.EIO), kind=("write", "close")) as files:
-        file = open(tmp_path / "a", "wb")  # noqa: SIM115
-        file.write(b"12")
-    file.close()
-    assert (tmp_path / "a").read_bytes() == b"12"
-    assert _kinds(files) == ["open"]
-
-
 def test_error_at_close_comes_out_and_the_file_is_closed(tmp_path):
     """A close that fails, as on NFS, must raise its error and still release the descriptor."""
     with FaultyFiles(tmp_path, fail_with(errno.EDQUOT), kind="close"):
@@ -240,33 +217,3 @@ def test_error_at_close_comes_out_and_the_file_is_closed(tmp_path):
     assert file.closed
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-
-
-def test_all_threads_are_seen_and_each_step_has_its_number(tmp_path):
-    """Steps of several threads must each be counted once."""
-
-    def work(name: str) -> None:
-        for number in range(50):
-            (tmp_path / f"{name}{number}").write_bytes(b"1")
-
-    with FaultyFiles(tmp_path) as files:
-        threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [step.number for step in files.steps] == list(range(1, 601))
-
-
-def test_bad_arguments_are_refused(tmp_path):
-    """An unknown kind, a number below 1, a fault that does not fit its step, and a block in a block must be refused."""
-    with pytest.raises(ValueError, match="Unknown kinds of steps"):
-        FaultyFiles(tmp_path, kind="writes")
-    with pytest.raises(ValueError, match="counted from 1"):
-        FaultyFiles(tmp_path, at=0)
-    with FaultyFiles(tmp_path, write_short), pytest.raises(ValueError, match="write_short is not possible"):
-        (tmp_path / "a").mkdir()
-    with FaultyFiles(tmp_path, lose), pytest.raises(ValueError, match="lose is not possible"):
-        os.listdir(tmp_path)
-    with FaultyFiles(tmp_path), pytest.raises(RuntimeError, match="block is already open"), FaultyFiles(tmp_path):
-        pass
