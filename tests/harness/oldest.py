@@ -21,7 +21,6 @@ DATA = _files(
     "documented_data_sets",
     "foreign_streaming",
     "generators",
-    "grouped_sampler",
     "hugging_face",
     "iterable",
     "lhotse",
