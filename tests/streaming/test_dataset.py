@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, StreamingError
-from tests.streaming.shard_files import batches, numbers, write
+from tests.streaming.shard_files import batches, numbers, shard_paths, write
 
 DOCUMENTED = {
     "local": inspect.Parameter.empty,
@@ -123,6 +123,14 @@ def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
         assert sorted(numbers(dataset)) == list(range(600))
     links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
     assert 40 < len([link for link in links if link.startswith(str(tmp_path))]) <= 64
+
+
+def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory: str) -> None:
+    """From a cold cache, only the shards of the batch and the shard that is fetched ahead are fetched."""
+    cache = tmp_path / "cache"
+    samples = iter(StreamingDataset(str(cache), directory, predownload=4, batch_size=4))
+    assert [next(samples)["n"] for _ in range(4)] == list(range(4))
+    assert len(shard_paths(cache)) <= 2
 
 
 def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
