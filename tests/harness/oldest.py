@@ -34,7 +34,6 @@ DATA = _files(
 """Data sets, samplers, and their state. They meet Lightning in one place, and the first case of the file covers it."""
 
 OBJECTS = _files(
-    "object_state",
     "object_state_as_bytes",
     "object_state_of_functions",
     "object_state_of_loaders",

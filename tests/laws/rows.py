@@ -100,7 +100,7 @@ class Factor(Net):
         def training_step(self: Factor, batch: Any, batch_idx: int) -> Tensor:
             loss = super(cls, self).training_step(batch, batch_idx)
             value = factor(self, loss)
-            self.log(name, float(value))
+            self.log(name, float(value.detach() if isinstance(value, Tensor) else value))
             return loss * value
 
         cls.training_step = training_step
@@ -171,6 +171,12 @@ def row(kind: str, **values: Any) -> Callable[[Made], Made]:
         return made
 
     return decorate
+
+
+def carried(made: type[Factor]) -> type[Factor]:
+    """Add a module with a factor as a row that the object state carries."""
+    add(made.__name__, module=made, part="objects", shows=f"factor of {made.__name__}")
+    return made
 
 
 def all_rows() -> dict[str, Row]:
