@@ -145,7 +145,7 @@ soak: $(NEWEST)  ## train random features, struck at random moments, for HOURS; 
 
 # Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
 # others with the same torch.
-OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable.py test_law_basic.py test_docs.py test_package.py
+OLDEST_TESTS := laws law trainer examples cli/test_inspection.py loader/test_resumable.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest --part $(PART) $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 

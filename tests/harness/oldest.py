@@ -20,7 +20,6 @@ DATA = _files(
     "attributes_of_loaders",
     "documented_data_sets",
     "foreign_streaming",
-    "generators",
     "hugging_face",
     "iterable",
     "lhotse",

@@ -15,27 +15,8 @@ from torch import Tensor, nn
 
 from lightning_faulttolerant import FaultTolerance, NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import LATER_SHORT_EPOCH, Net, assert_continues, fit_net
-
-
-class Drops(Net):
-    """Saves only some of its trained layers."""
-
-    strict_loading = False
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        kept = {name: value for name, value in checkpoint["state_dict"].items() if "layers.0" not in name}
-        checkpoint["state_dict"] = kept
-
-
-class Halves(Net):
-    """Saves its weights with half of their bits."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {
-            name: value.half() if value.is_floating_point() else value
-            for name, value in checkpoint["state_dict"].items()
-        }
+from tests.laws.features.checkpoints import Adapts, Drops, Renames
+from tests.runs import Net, fit_net
 
 
 class Taught(Net):
@@ -58,47 +39,6 @@ class Taught(Net):
         return loss + self.teacher(torch.rand(4, next(self.layers.parameters()).shape[1])).square().mean()
 
 
-class Copies(Taught):
-    """Has a teacher that a hook copies from it at the start, and that stays as it is."""
-
-    def on_fit_start(self) -> None:
-        self.teacher[0].load_state_dict(self.layers.state_dict())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            taught = self.teacher[0].eval()(batch)
-        return Net.training_step(self, batch, batch_idx) + (self.layers(batch) - taught).square().mean()
-
-
-class Renames(Net):
-    """Saves its weights under other names, and translates them when it loads."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {f"old.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
-
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().load_state_dict({name[4:]: value for name, value in state_dict.items()}, *args, **kwargs)
-
-
-class Adapts(Taught):
-    """Trains an adapter of a frozen base, and saves only the adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-        nn.init.orthogonal_(self.teacher[0].weight, generator=torch.Generator().manual_seed(1))
-        nn.init.zeros_(self.teacher[0].bias)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return Net.training_step(self, self.teacher(batch), batch_idx)
-
-
-@pytest.mark.parametrize("module", [Drops, Halves, Taught, Copies, Renames, Adapts])
-def test_left_out_weights_that_training_changes_are_carried(module: type[Net]) -> None:
-    """A dropped layer, rounded and renamed weights, and teachers continue, and so does an adapter of a frozen base."""
-    assert_continues(LATER_SHORT_EPOCH, module=module)
-
-
 def test_no_weight_is_carried_twice(tmp_path: Path) -> None:
     """A file holds renamed weights once, and a frozen base not at all."""
     saved = {}
@@ -111,34 +51,6 @@ def test_no_weight_is_carried_twice(tmp_path: Path) -> None:
     assert [weights[f"old.{name}"].data_ptr() for name in buffers] == [one.data_ptr() for one in buffers.values()]
     assert len(buffers) == len(weights)
     assert not saved[Adapts]["lightning_faulttolerant"]["ranks"][0]["buffers"]
-
-
-class DropsStates(Net):
-    """Leaves out all that isn't weights."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["optimizer_states"] = []
-        checkpoint["lr_schedulers"].clear()
-        for name in ("loops", "callbacks"):
-            del checkpoint[name]
-
-
-class ThinsStates(Net):
-    """Keeps parts of the states, changes some, and adds another."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        [state] = checkpoint["optimizer_states"]
-        checkpoint["optimizer_states"] = [
-            {
-                "state": {number: {"step": one["step"]} for number, one in state["state"].items()},
-                "param_groups": [{**group, "lr": 7} for group in state["param_groups"]],
-            }
-        ]
-        checkpoint["lr_schedulers"] = None
-        checkpoint["callbacks"] = {name: {"another": 1} for name in checkpoint["callbacks"]}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
 
 
 def _empty_inside(checkpoint: dict[str, Any]) -> None:
@@ -228,12 +140,6 @@ def test_states_that_a_hook_changes_in_a_users_checkpoint_are_named(tmp_path: Pa
     report = fit("lax", tmp_path / "first" / "empty-optimizers.ckpt", strict=False).resume_report
     assert report is not None
     assert [line.partition(":")[0] for line in report.not_exact] == ["optimizers 0"]
-
-
-@pytest.mark.parametrize("module", [DropsStates, ThinsStates])
-def test_states_that_hooks_drop_from_autosaves_continue(module: type[Net]) -> None:
-    """Optimizers, schedulers, callbacks, and loops continue from what Lightning has dumped; additions stay."""
-    assert_continues(LATER_SHORT_EPOCH, module=module, users=lambda: [EarlyStopping("val_loss", patience=9)])
 
 
 def test_left_out_weights_are_carried_through_two_starts() -> None:

@@ -40,50 +40,11 @@ class Unfreezes(Net):
             optimizer.add_param_group({"params": list(self.layers[0].parameters()), "weight_decay": 0.3})
 
 
-@pytest.mark.parametrize("kill", [3, 5, 7, 12])
-def test_added_groups(kill: int) -> None:
-    """Killed before, in, or after the epochs that add groups, the optimizer keeps its groups."""
-    [cost] = assert_exact(list, KillAt(kill), module=Unfreezes, max_epochs=4)
-    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
-
-
-def test_added_groups_again_and_again() -> None:
-    """A run that resumes a second time has all groups, including those of both earlier processes."""
-    assert_exact(list, KillAt(6), KillAt(5), KillAt(2), module=Unfreezes, max_epochs=4)
-
-
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_added_groups_of_two_ranks(rank: int) -> None:
     """The same holds with several ranks, where DDP knows the trained parameters from the start."""
     cut = Cut(kill=12, every=1, continues_at=(1, 4))
     assert_ranks_continue(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
-
-
-class Moves(Net):
-    """Moves a layer from its only group to another in the second epoch, and all back into one in the third."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-    def on_train_epoch_start(self) -> None:
-        move(self.trainer)
-
-
-def move(trainer: Trainer) -> None:
-    """Change the groups of the only optimizer."""
-    [optimizer] = trainer.optimizers
-    if trainer.current_epoch == 1:
-        moved = optimizer.param_groups[0]["params"][:2]
-        del optimizer.param_groups[0]["params"][:2]
-        optimizer.add_param_group({"params": moved, "lr": 0.002})
-    if trainer.current_epoch == 2:
-        optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
-
-
-@pytest.mark.parametrize("kill", [7, 12])
-def test_moved_parameters(kill: int) -> None:
-    """Groups that have other parameters, or are gone, stay so."""
-    assert_exact(list, KillAt(kill), module=Moves, max_epochs=4)
 
 
 class TwoRates(Net):

@@ -128,6 +128,7 @@ class Row:
         options: Arguments of FaultTolerance.
         only_with: Whether only a run with the callback has the feature, so that there is no plain run to compare with.
         takes: What it takes for itself alone, besides what is found out.
+        warns: Regular expressions of the warnings that it causes.
         ranks: Whether it works on several ranks.
         repeats: How many batches a kill may repeat at most, with a save at each step.
     """
@@ -145,6 +146,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     only_with: bool = False
     takes: tuple[str, ...] = ()
+    warns: tuple[str, ...] = ()
     ranks: bool = True
     repeats: int = 1
 
@@ -154,7 +156,7 @@ _rows: dict[str, Row] = {}
 
 def add(name: str, **values: Any) -> Row:
     """Add a row."""
-    for key in ("shows", "takes"):
+    for key in ("shows", "takes", "warns"):
         if isinstance(values.get(key), str):
             values[key] = (values[key],)
     if name in _rows:
@@ -182,7 +184,7 @@ def carried(made: type[Factor]) -> type[Factor]:
 def all_rows() -> dict[str, Row]:
     """Return the rows of all features."""
     for found in sorted(pkgutil.iter_modules([str(FEATURES)]), key=lambda each: each.name):
-        importlib.import_module(f"tests.laws.features.{found.name}")
+        importlib.import_module(f"{__name__.removesuffix('.rows')}.features.{found.name}")
     return _rows
 
 
@@ -224,8 +226,11 @@ def _without_super(module: type[Net]) -> set[str]:
 def fits(each: Row, others: Iterable[Row]) -> bool:
     """Return whether a row can be in one training with others."""
     others = list(others)
-    loaders = [row for row in [each, *others] if row.train or row.data]
-    if len(loaders) > (1 if any(row.alone or row.data for row in loaders) else MOST_LOADERS):
+    loaders = [row for row in [each, *others] if row.train]
+    if len(loaders) > (1 if any(row.alone for row in loaders) else MOST_LOADERS):
+        return False
+    # A data module stays alone as long as the faults in `KNOWN` (test_resume.py) are open.
+    if others and any(row.data for row in [each, *others]):
         return False
     if each.only_with != any(other.only_with for other in others) and others:
         return False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +92,10 @@ class Training:
     def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
         """Do in this process what one rank does, and write its events."""
         os.chdir(self.root)
+        for message in [message for each in self.group.rows for message in each.warns]:
+            warnings.filterwarnings("ignore", message)
+        # A data module beside `Net`, whose hook makes one tensor of any batch: the hook of the module counts.
+        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         if self.before is not None:
             self.before()
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests
@@ -169,7 +175,9 @@ def assert_continues(whole: list[list[Event]], training: Training, cuts: Sequenc
 def _check_codes(start: Start, cut: Cut | None, name: str) -> None:
     expected = cut.exit_code if cut else 0
     codes = start.codes if cut is None or cut.rank is None else [start.codes[cut.rank]]
-    if any(code != expected for code in codes):
+    # A rank that is all but over when another one has ended gets SIGTERM from whoever started both.
+    late = {-signal.SIGTERM} if cut is not None and len(codes) > 1 and expected in codes else set()
+    if not {*codes} <= {expected, *late}:
         raise Broken(f"{name} ended with the exit codes {start.codes}, not {expected}.\n{start.output}")
 
 

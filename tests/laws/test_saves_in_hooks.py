@@ -109,9 +109,9 @@ def begin_of(whole: list[Event], call: Call) -> int:
 
 
 def is_quiet(row: Row) -> bool:
-    """Return whether a row's module has no hooks, which would come after the save, and each batch is a step."""
-    kinds = row.module.__mro__[: row.module.__mro__.index(Net)] if row.module else ()
-    return row.repeats == 1 and not any(name.startswith("on_") for kind in kinds for name in vars(kind))
+    """Return whether a row has no module, whose code would come after the save, and each epoch is a plain one."""
+    lengths = {"max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches"}
+    return row.module is None and row.repeats == 1 and not row.validation and not row.trainer.keys() & lengths
 
 
 def continues_from(group: Group) -> None:

@@ -11,42 +11,31 @@ import pytest
 
 from tests.twin.translated import PACKAGE, first_case
 
+NUM_GROUPS, NUM_FAST_GROUPS = 12, 3
 LAWS = [
-    "test_model.test_accumulation",
-    "test_model.test_metrics",
-    "test_model.test_logging",
-    "test_generators.test_held_by_the_data_set",
-    "test_loaders.test_shuffled",
-    "test_lightning_callbacks.test_lambda_callback",
-    "test_hook_saves.test_saved_by_a_callback",
-    "test_faults.test_stop_signal_costs_no_batch",
-    "test_loggers.test_csv_continues",
-    "test_evaluations.test_a_whole_script",
-    "test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
+    "laws.test_saves_in_hooks.test_saved_in_a_hook",
+    "laws.test_files.test_files_of_an_interrupted_run",
+    "law.test_loaders.test_shuffled",
+    "law.test_lightning_callbacks.test_lambda_callback",
+    "law.test_faults.test_stop_signal_costs_no_batch",
+    "law.test_evaluations.test_a_whole_script",
+    "law.test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
 ]
 SLOW = [
-    "test_model.test_dropout_batch_norm_adam_and_a_scheduler_per_step",
-    "test_model.test_killed_in_validation",
-    "test_model.test_buffers_outside_the_state_dict",
-    "test_model.test_frozen_parameters_and_modules_in_evaluation_mode",
-    "test_model.test_callback_with_a_state",
-    "test_model.test_early_stopping",
-    "test_loaders.test_persistent_workers",
-    "test_iterable.test_iterable",
-    "test_lightning_callbacks.test_unfreezing",
-    "test_stochastic_weight_averaging.test_stochastic_weight_averaging",
-    "test_weight_averaging.test_exponential_average",
-    "test_hook_saves.test_hooks_after_the_saving_one_are_named_and_refused",
-    "test_faults.test_exception_in_a_hook_costs_no_finished_batch",
-    "test_loggers.test_tensorboard_continues",
-    "test_model_checkpoint.test_default_callback_of_the_trainer",
-    "test_model_checkpoint.test_stopped_by_a_signal",
-    "test_ledger.test_joined_ledgers_are_the_uninterrupted_one",
-    "test_nothing_is_lost.test_run_that_a_killed_one_starts_from_keeps_its_files",
-    "test_negative.test_run_without_a_part_is_not_the_same",
-    "test_ranks.test_two_ranks_continue",
-    "test_rank_stops.test_ranks_that_are_asked_to_stop_in_training",
+    "law.test_loaders.test_persistent_workers",
+    "law.test_iterable.test_iterable",
+    "law.test_lightning_callbacks.test_unfreezing",
+    "law.test_stochastic_weight_averaging.test_stochastic_weight_averaging",
+    "law.test_weight_averaging.test_exponential_average",
+    "law.test_faults.test_exception_in_a_hook_costs_no_finished_batch",
+    "laws.test_files.test_files_in_the_directory_of_the_logger",
+    "laws.test_files.test_start_from_its_own_file",
+    "law.test_ledger.test_joined_ledgers_are_the_uninterrupted_one",
+    "law.test_nothing_is_lost.test_run_that_a_killed_one_starts_from_keeps_its_files",
+    "law.test_ranks.test_two_ranks_continue",
+    "law.test_rank_stops.test_ranks_that_are_asked_to_stop_in_training",
 ]
+_resume: Any = importlib.import_module(f"{PACKAGE}.laws.test_resume")
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +46,8 @@ def _lightnings_own_affairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(law: str) -> Any:
     """Return the test of a law."""
-    module, name = law.split(".")
-    return getattr(importlib.import_module(f"{PACKAGE}.law.{module}"), name)
+    module, _, name = law.rpartition(".")
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
 
 
 def case(law: str, *marks: Any) -> Any:
@@ -76,3 +65,16 @@ def test_law(law: str, request: pytest.FixtureRequest) -> None:
     arguments = first_case(test)
     fixtures = [one for one in inspect.signature(test).parameters if one not in arguments]
     test(**arguments, **{one: request.getfixturevalue(one) for one in fixtures})
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        group if number < NUM_FAST_GROUPS else pytest.param(group, marks=pytest.mark.slow)
+        for number, group in enumerate(_resume.groups_of()[:NUM_GROUPS])
+    ],
+    ids=str,
+)
+def test_rows_resume(group: Any) -> None:
+    """Groups of rows of the other package continue exactly."""
+    _resume.check(group, _resume.resumes)
