@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.faults import EVERY_STEP, RaiseIn
 from tests.runs import Net, fit_net
 
@@ -47,10 +47,9 @@ def assert_carried(
     module: Callable[[], LightningModule] = Net,
     users: Callable[[], list[Callback]] = list,
     train: Callable[[], Any] | None = None,
-    without: str | None = None,
     **arguments: Any,
 ) -> None:
-    """Check that a fit obeys the law; `arguments` go to the Trainer, `without` goes to the law."""
+    """Check that a fit obeys the law; `arguments` go to the Trainer."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(
@@ -61,14 +60,7 @@ def assert_carried(
             **arguments,
         )
 
-    assert_resumes_exactly(fit, faults, options=EVERY_STEP, without=without)
-
-
-def assert_carried_and_needed(module: Callable[[], LightningModule]) -> None:
-    """Check that a fit of `module` obeys the law, and that without object state it fails and names the attributes."""
-    assert_carried(KillAt(8), module=module)
-    with pytest.raises(NotTheSame, match=r"Left out: .*\bmodule\b"):
-        assert_carried(KillAt(8), module=module, without="objects")
+    assert_resumes_exactly(fit, faults, options=EVERY_STEP)
 
 
 class Own(Net):

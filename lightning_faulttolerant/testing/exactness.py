@@ -170,7 +170,6 @@ def assert_resumes_exactly(
     faults: Sequence[object],
     *,
     options: Mapping[str, object] | None = None,
-    without: str | None = None,
     directory: Path | None = None,
     may_start_over: bool = False,
     timeout_seconds: float = 120.0,
@@ -194,7 +193,6 @@ def assert_resumes_exactly(
             its Trainer has ``accelerator="cpu", devices=num_ranks, strategy="ddp"``.
         faults: One for each interrupted run: a callback, such as `KillAt`, or several. Each rank gets them.
         options: Arguments of `FaultTolerance`.
-        without: A part of the state to leave out of the checkpoint before a resume (see ``PARTS``): a negative control.
         directory: Where the runs are kept; a temporary one by default.
         may_start_over: Whether a process may start from the beginning.
         timeout_seconds: For each run.
@@ -204,8 +202,7 @@ def assert_resumes_exactly(
         The cost of each interruption.
 
     Raises:
-        NotTheSame: If the runs differ. It names the first event that differs, and the attributes of an object state
-            that was left out.
+        NotTheSame: If the runs differ. It names the first event that differs.
 
     Example::
 
@@ -221,7 +218,7 @@ def assert_resumes_exactly(
         runs = Runs(fit, root, dict(options or {}), timeout_seconds, num_ranks=num_ranks)
         needs_callback = (options or {}).get("worker_rng") == "per_sample" or bool(skips_requested())
         expected = _uninterrupted(runs, with_callback=needs_callback)
-        interrupted = _Interrupted(runs, expected, may_start_over=may_start_over, without=without)
+        interrupted = _Interrupted(runs, expected, may_start_over=may_start_over)
         return interrupted.run(faults)
 
 
@@ -318,27 +315,19 @@ def _printed(outputs: list[Path]) -> str:
 class _Interrupted:
     """One run that is interrupted again and again, with the events of all its processes together."""
 
-    def __init__(self, runs: Runs, reference: list[list[Event]], *, may_start_over: bool, without: str | None) -> None:
+    def __init__(self, runs: Runs, reference: list[list[Event]], *, may_start_over: bool) -> None:
         self._runs = runs
         self._reference = reference
         self._may_start_over = may_start_over
-        self._without = without
         self._events: list[list[Event]] = [[] for _ in reference]
         self._costs: list[Interruption] = []
         self._last: RunOutcome | None = None
-        self.left_out: set[str] = set()
-        """The attributes that were left out."""
 
     def run(self, faults: Sequence[object]) -> list[Interruption]:
         """Run it with one fault after the other, then to the end."""
-        try:
-            for fault in faults:
-                self.interrupt(fault)
-            return self.finish()
-        except NotTheSame as error:
-            if not self.left_out:
-                raise
-            raise NotTheSame(f"{error}\nLeft out: {', '.join(sorted(self.left_out))}") from error
+        for fault in faults:
+            self.interrupt(fault)
+        return self.finish()
 
     def interrupt(self, fault: object) -> None:
         faults = list(fault) if isinstance(fault, Sequence) else [fault]
@@ -354,14 +343,8 @@ class _Interrupted:
         return self._costs
 
     def _start(self, faults: list[object]) -> RunOutcome:
-        is_first = self._last is None
-        options: dict[str, object] = {}
-        if self._without is not None and not is_first:
-            options["strict"] = False
-            for path in self._runs.autosaves("interrupted"):
-                self.left_out |= leave_out_part(path, self._without)
-        seed = _SEED if is_first else _OTHER_SEED + len(self._costs)
-        outcome = self._runs.start("interrupted", faults, seed=seed, with_callback=True, options=options)
+        seed = _SEED if self._last is None else _OTHER_SEED + len(self._costs)
+        outcome = self._runs.start("interrupted", faults, seed=seed, with_callback=True)
         if self._last is not None:
             self._join(self._last, outcome)
         for events, trace in zip(self._events, outcome.traces, strict=True):

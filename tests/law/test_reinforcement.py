@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.faults import EVERY_STEP
 from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, RAISED, RAISED_BEHIND, STOPPED, slowly
 from tests.runs import make_trainer
@@ -206,19 +206,6 @@ def fit(module: type[LightningModule], callbacks: list[Callback], directory: Pat
 def test_continues_where_it_played(fault: Callback, module: type[LightningModule]) -> None:
     """The environment, the buffer, and the policy that played are restored, wherever the run is cut."""
     assert_resumes_exactly(lambda callbacks, directory: fit(module, callbacks, directory), [fault], options=EVERY_STEP)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", [DeepQ, PolicyGradient])
-def test_needs_its_objects(module: type[LightningModule]) -> None:
-    """Without the object state the run differs."""
-    with pytest.raises(NotTheSame):
-        assert_resumes_exactly(
-            lambda callbacks, directory: fit(module, callbacks, directory),
-            [LATER_EPOCH.values[0]],
-            options=EVERY_STEP,
-            without="objects",
-        )
 
 
 class Memory(IterableDataset[Tensor]):
