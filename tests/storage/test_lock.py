@@ -352,7 +352,7 @@ def other(s3: str) -> Iterator[tuple[Any, Any]]:
 def test_living_holder_keeps_the_lock(s3: str, other: tuple[Any, Any]) -> None:
     """A holder that renews is not disturbed, and the newcomer learns which process it is; killed, it loses the lock."""
     process, connection = other
-    with pytest.raises(RunInUseError, match=f"in use by process {process.pid} on {HERE}"):
+    with pytest.raises(RunInUseError, match=rf"in use by process {process.pid} on {HERE}\. Two runs"):
         RunLease(f"{s3}/run", lease_seconds=20).acquire()
     connection.send(1)
     assert connection.recv() == "saved"

@@ -146,7 +146,7 @@ class BucketOfGoogles(MemoryFileSystem):
 
 
 class ResumableUpload(AbstractBufferedFile):
-    """An upload to a bucket of Google's; a file named "damaged" arrives with another first byte."""
+    """An upload to a bucket of Google's; a file named "damaged" arrives with another first byte, "short" with one."""
 
     def _initiate_upload(self) -> None:
         self.sent = b""
@@ -156,7 +156,8 @@ class ResumableUpload(AbstractBufferedFile):
         return True
 
     def commit(self) -> None:
-        content = b"\1" + self.sent[1:] if self.path.endswith("damaged") else self.sent
+        changed = {"damaged": b"\1" + self.sent[1:], "short": self.sent[:1]}
+        content = changed.get(self.path.rpartition("/")[2], self.sent)
         self.fs.store[self.path] = MemoryFile(self.fs, self.path, content)
 
     def discard(self) -> None:
@@ -188,7 +189,10 @@ def test_file_for_google_is_committed_and_compared_by_its_md5(google: str) -> No
     error_of(KeyboardInterrupt, fail)
     assert read(f"{google}/a") == content
     assert "its MD5 is" in error_of(DamagedCheckpointError, lambda: write(google, "damaged", bytes(100)))
-    assert open_store(google).names() == ["a", "damaged.damaged"]
+    assert "it has 1 bytes, but 100 were sent" in error_of(
+        DamagedCheckpointError, lambda: write(google, "short", bytes(100))
+    )
+    assert open_store(google).names() == ["a", "damaged.damaged", "short.damaged"]
 
 
 def test_urls_that_can_not_be_opened(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
