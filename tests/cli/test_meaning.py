@@ -106,8 +106,8 @@ def elsewhere(project: Path) -> Path:
     run = project.parents[2] / "elsewhere" / "far"
     command = Command(script="train.py", words=("python", "train.py"), directory=str(project))
     registry = Registry(project / FOLDER)
-    for directory in (run, project / "fault_tolerance" / "cut", run.parent / "deleted"):
-        registry.add(RegisteredRun(run_id=directory.name, directory=str(directory), command=command, began=0.0))
+    for i, directory in enumerate((project / "fault_tolerance" / "cut", run, run.parent / "deleted")):
+        registry.add(RegisteredRun(run_id=directory.name, directory=str(directory), command=command, began=float(i)))
     write_history(run, is_finished=False, now=1_800_000_000.0)
     save_series(run / "fit-1", 2)
     return run
