@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 
 MOST_LOADERS = 3
 PARTS_OF_EVENTS = ("content", "result", "weights", "optimizers", "random", "modes", "stopped", "batch", "evaluated")
@@ -278,7 +278,7 @@ class Group:
             return {"datamodule": whole()}
         loaders = {each.name: each.train() for each in self.rows if each.train}
         validation = self._one("validation") or rows_of(8, shuffle=False)
-        train = loaders if len(loaders) > 1 else next(iter(loaders.values()), None) or rows_of(24)()
+        train = loaders if len(loaders) > 1 else next(iter(loaders.values())) if loaders else rows_of(24)()
         return {"train_dataloaders": train, "val_dataloaders": validation()}
 
 

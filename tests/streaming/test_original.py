@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
-from tests.foreign import mosaic
 from tests.processes import run
+from tests.streaming.foreign import mosaic
 from tests.streaming.shard_files import batches, write
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError
-from tests.foreign import mosaic
+from tests.streaming.foreign import mosaic
 from tests.streaming.shard_files import batches, numbers, shard_paths, write
 
 
