@@ -17,20 +17,8 @@ def _files(*names: str) -> frozenset[str]:
 
 
 DATA = _files(
-    "attributes_of_loaders",
-    "documented_data_sets",
-    "foreign_streaming",
     "generators",
-    "grouped_sampler",
-    "hugging_face",
-    "iterable",
-    "lhotse",
-    "loaders",
     "own_states",
-    "per_sample",
-    "samplers",
-    "streaming",
-    "web_dataset",
 )
 """Data sets, samplers, and their state. They meet Lightning in one place, and the first case of the file covers it."""
 
@@ -38,7 +26,6 @@ OBJECTS = _files(
     "object_state",
     "object_state_as_bytes",
     "object_state_of_functions",
-    "object_state_of_loaders",
     "object_state_of_ranks",
 )
 """State of the user's objects: attributes of the module, of functions, of data sets. Lightning changes none of it."""
@@ -50,18 +37,6 @@ FILES = _files("async_save", "full_disk", "incremental", "kept_autosaves", "run_
 
 ONE_CASE_OF_THE_FILE = DATA | OBJECTS | FILES
 
-ALSO = frozenset(
-    f"tests/law/test_loaders.py::test_{name}"
-    for name in (
-        "persistent_workers",
-        "persistent_workers_with_fewer_batches_than_the_loader_has",
-        "prefetching_far_ahead",
-        "three_workers_stopped_before_each_has_delivered",
-        "workers_seeded_by_lightning",
-    )
-)
-"""Laws of these files that depend on how Lightning fetches batches, stops, or seeds: one case of each."""
-
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the tests to run. Slow tests stay, and never count as the first case."""
@@ -70,7 +45,7 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
         file = item.nodeid.partition("::")[0]
         is_slow = item.get_closest_marker("slow") is not None
         law = item.nodeid.partition("[")[0]
-        if file in ONE_CASE_OF_THE_FILE and law not in ALSO and not is_slow:
+        if file in ONE_CASE_OF_THE_FILE and not is_slow:
             kept.setdefault(file, item)
         elif file.startswith(LAWS) and not is_slow:
             kept.setdefault(law, item)

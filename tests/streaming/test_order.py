@@ -27,7 +27,7 @@ from lightning_faulttolerant.streaming.order import (
 )
 from lightning_faulttolerant.streaming.order.epoch import chosen_of_shards
 from lightning_faulttolerant.streaming.world import World
-from tests.foreign import mosaic
+from tests.streaming.foreign import mosaic
 
 some_sizes = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), min_size=1, max_size=3)
 worlds = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))

@@ -30,7 +30,7 @@ from lightning_faulttolerant.streaming.format.codecs import (
 )
 from lightning_faulttolerant.streaming.format.index import ENCODINGS, digest, digest_of, encoding_of, is_known_hash
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
-from tests.foreign import mosaic
+from tests.streaming.foreign import mosaic
 from tests.streaming.shards import opened, read, same, write
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")

@@ -23,9 +23,9 @@ from lightning_faulttolerant import streaming
 from lightning_faulttolerant.errors import IndexFileError
 from lightning_faulttolerant.streaming import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
 from lightning_faulttolerant.streaming.format import output
-from tests.foreign import mosaic
 from tests.messages import plain
 from tests.processes import in_child, run
+from tests.streaming.foreign import mosaic
 from tests.streaming.shards import files, infos, read, same, write
 
 COLUMNS = {"i": "int", "t": "bytes"}

@@ -300,4 +300,4 @@ class FromModule(LightningDataModule):
 
 
 add("data on policy", part="objects", shows="length", module=OnPolicy, data=FromModule)
-add("data off policy", part="objects", shows="content", module=OffPolicy, data=FromModule)
+add("data off policy", part="loaders", shows="content", module=OffPolicy, data=FromModule)

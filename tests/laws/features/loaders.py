@@ -129,15 +129,13 @@ carried("shuffled for validation", rows_of(24), validation=rows_of(8))
 # Several loaders. Those of the rows of a group are joined, and all but the longest are cycled.
 
 
-def pair(rows: int = 24) -> dict[str, DataLoader[Any]]:
+def pair(long: int = 24, short: int = 12) -> dict[str, DataLoader[Any]]:
     """Return a long and a short loader."""
-    return {"long": rows_of(rows)(), "short": DataLoader(HoldingDataset(12), batch_size=4, shuffle=True)}
+    return {"long": rows_of(long)(), "short": DataLoader(HoldingDataset(short), batch_size=4, shuffle=True)}
 
 
 carried("nested", lambda: [rows_of(20)(), pair()])
-carried(
-    "ends with the shortest", lambda: CombinedLoader({**pair(40), "shortest": rows_of(20)()}, "min_size"), alone=True
-)
+carried("ends with the shortest", lambda: CombinedLoader(pair(40, 20), "min_size"), alone=True)
 carried("until all have ended", lambda: CombinedLoader(pair(), "max_size"), alone=True)
 carried("no length, beside a cycled one", lambda: {**pair(), "long": Unsized(HoldingDataset(24), batch_size=4)})
 carried("tensors", lambda: [torch.arange(96.0).reshape(6, 4, 4)], part="", shows=())

@@ -19,7 +19,9 @@ from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.objects.drawn import Drawn, DrawnOutcome
 from tests.data_sets import NoisyDataset
-from tests.drawn_data_sets import (
+from tests.processes import run
+from tests.runs import Net, make_trainer
+from tests.trainer.objects.drawn_data_sets import (
     LATE,
     NUM_SAMPLES,
     NUM_TRAIN,
@@ -32,8 +34,6 @@ from tests.drawn_data_sets import (
     of,
     split_at_random,
 )
-from tests.processes import run
-from tests.runs import Net, make_trainer
 
 
 def again(
