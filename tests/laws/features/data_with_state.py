@@ -19,8 +19,8 @@ from tests.laws.rows import Net, add, rows_of
 
 
 def carried(name: str, train: Callable[[], Any], **values: Any) -> None:
-    """Add a loader whose batches our state of objects carries."""
-    add(name, **{"part": "objects", "shows": "content", "train": train, **values})
+    """Add a loader whose batches our state of loaders carries."""
+    add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
 
 
 class Curriculum(NoisyDataset):

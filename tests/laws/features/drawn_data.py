@@ -68,16 +68,16 @@ class Ordered(Names):
 
 
 class Vocabulary(Names):
-    """Numbers its words in the order in which a set yields them, and has them in a list."""
+    """Numbers its words in the order in which a set yields them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = [f"word-{i}" for i in range(5)]
-        random.shuffle(self.words)  # as the hashes of each process do
-        self.numbers = {word: i for i, word in enumerate(self.words)}
+        words = [f"word-{i}" for i in range(5)]
+        random.shuffle(words)  # as the hashes of each process do
+        self.numbers = {word: i for i, word in enumerate(words)}
 
     def number(self, index: int) -> int:
-        return 10 * self.numbers[f"word-{index % 5}"] + self.words.index(f"word-{index % 3}")
+        return 10 * self.numbers[f"word-{index % 5}"]
 
 
 @row("data")

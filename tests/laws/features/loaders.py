@@ -27,7 +27,7 @@ from tests.laws.data_sets import (
     counted,
     drawing_worker_init,
 )
-from tests.laws.rows import Net, add, joined, row, rows_of
+from tests.laws.rows import add, row, rows_of
 
 
 def carried(name: str, train: Callable[[], Any], **values: Any) -> None:
@@ -139,16 +139,3 @@ carried("ends with the shortest", lambda: CombinedLoader(pair(40, 20), "min_size
 carried("until all have ended", lambda: CombinedLoader(pair(), "max_size"), alone=True)
 carried("no length, beside a cycled one", lambda: {**pair(), "long": Unsized(HoldingDataset(24), batch_size=4)})
 carried("tensors", lambda: [torch.arange(96.0).reshape(6, 4, 4)], part="", shows=())
-
-
-class Fetching(Net):
-    """Takes the iterator, and fetches twice a step."""
-
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        first, second = next(dataloader_iter)[0], next(dataloader_iter)[0]
-        loss = self.loss(joined([first, second]))
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=8)
-        return loss
-
-
-carried("step that fetches", rows_of(48), shows="result", module=Fetching, alone=True, repeats=2)

@@ -279,8 +279,10 @@ def streaming_passed_on() -> DataLoader[Any]:
 class SharedStreaming(LightningDataModule):
     """Training and validation take turns with the epochs of a data set."""
 
-    def train_dataloader(self) -> Any:
+    def setup(self, stage: str) -> None:
         self.shared = augmented()
+
+    def train_dataloader(self) -> Any:
         return StreamingDataLoader(self.shared, batch_size=4)
 
     def val_dataloader(self) -> Any:
