@@ -16,8 +16,10 @@ class Cut:
 
     Args:
         at: Epoch and batch, counted from 0.
-        hook: ``batch`` (before its step), ``step`` (after it), ``backward``, ``validation`` (in its second batch), or
-            ``epoch end``.
+        hook: ``batch`` (before its step), ``step`` (after it), ``backward``, ``validation`` (in a batch of any
+            evaluation), ``validation start``, ``validation end``, or ``epoch end``.
+        inside: The loader and the batch of an evaluation.
+        stage: The function of the Trainer, such as ``test``; any if it is empty.
         by: A signal, or an exception if it is 0.
         every: The start saves after this many steps.
         rank: The rank that ends; all of them if it is ``None``.
@@ -28,10 +30,13 @@ class Cut:
     by: int = signal.SIGKILL
     every: int = 1
     rank: int | None = None
+    inside: tuple[int, int] = (0, 1)
+    stage: str = ""
 
     def __str__(self) -> str:
         how = signal.Signals(self.by).name if self.by else "an exception"
-        return f"{how} at {self.hook} {self.at}, saving every {self.every}"
+        inside = f" {self.inside} of {self.stage or 'any function'}" if "validation" in self.hook else ""
+        return f"{how} at {self.hook}{inside} {self.at}, saving every {self.every}"
 
     @property
     def exit_code(self) -> int:
@@ -55,6 +60,8 @@ class Cuts(Callback):
         cut = self.cut
         if cut is None or cut.hook != hook or trainer.sanity_checking or cut.rank not in (None, trainer.global_rank):
             return
+        if cut.stage not in ("", trainer.state.fn):
+            return
         if trainer.current_epoch != cut.at[0] or (batch is not None and batch != cut.at[1]):
             return
         if not cut.by:
@@ -70,11 +77,21 @@ class Cuts(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.strike(trainer, "step", batch_idx)
 
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        self.strike(trainer, "validation start")
+
     def on_validation_batch_start(
         self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx == 1:
+        if self.cut is not None and self.cut.inside == (dataloader_idx, batch_idx):
             self.strike(trainer, "validation")
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        self.strike(trainer, "validation end")
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
         self.strike(trainer, "epoch end")

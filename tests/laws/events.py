@@ -134,7 +134,7 @@ def random_states() -> str:
     return digest(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
 
-def write_end(path: Path, trainer: Trainer) -> None:
+def write_end(path: Path, trainer: Trainer, returned: Any) -> None:
     """Write the event of the end of a run: all that is left of it."""
     module, optimizers = trainer.lightning_module, [optimizer.state_dict() for optimizer in trainer.optimizers]
     modes = [each.training for each in module.modules()]
@@ -142,7 +142,7 @@ def write_end(path: Path, trainer: Trainer) -> None:
     write(
         path, "end", epoch=trainer.current_epoch, step=trainer.global_step, stopped=trainer.should_stop,
         weights=digest(dict(module.state_dict())), optimizers=digest(optimizers), modes=digest(modes, frozen),
-        random=random_states(),
+        random=random_states(), returned=digest(returned),
     )  # fmt: skip
 
 

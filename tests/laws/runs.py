@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut, Cuts
@@ -18,6 +18,8 @@ from tests.laws.rows import Group
 
 _SEED, _OTHER_SEED = 1, 20_000
 _PRINTED_CHARACTERS = 6_000
+
+Script = Callable[[Trainer, LightningModule, Group], object]
 
 QUIET = {
     "accelerator": "cpu",
@@ -56,7 +58,8 @@ class Training:
     root: Path
     num_ranks: int = 1
     with_callback: bool = True
-    stage: str = "fit"
+    stage: str | Script = "fit"
+    """Functions of the Trainer, joined by "+", or a script that calls them."""
     more: Callable[[], list[Callback]] = list
     """Makes callbacks that come last."""
     ckpt_path: Path | None = None
@@ -100,8 +103,8 @@ class Training:
             default_root_dir=self.root,
             **{**QUIET, **ranks, **arguments},
         )
-        run_stage(trainer, self.group, self.stage, self.ckpt_path)
-        write_end(path, trainer)
+        returned = run_stage(trainer, self.group, self.stage, self.ckpt_path)
+        write_end(path, trainer, returned)
 
     def finished(self) -> Start:
         """Start it once without a cut; it must finish."""
@@ -111,14 +114,21 @@ class Training:
         return start
 
 
-def run_stage(trainer: Trainer, group: Group, stage: str, ckpt_path: Path | None = None) -> None:
-    """Let a trainer fit, validate, test, or predict."""
-    data = group.data()
-    if stage == "fit":
-        trainer.fit(group.module(), ckpt_path=ckpt_path, **data)
-    else:
-        loaders = data.get("val_dataloaders")
-        getattr(trainer, stage)(group.module(), **({"dataloaders": loaders} if loaders is not None else data))
+def run_stage(trainer: Trainer, group: Group, stage: str | Script, ckpt_path: Path | None = None) -> list[Any]:
+    """Let a trainer fit, validate, test, or predict, or several of them, and return what it returns."""
+    module = group.module()
+    if callable(stage):
+        return [stage(trainer, module, group)]
+    returned = []
+    for function in stage.split("+"):
+        data = group.data()
+        if function == "fit":
+            trainer.fit(module, ckpt_path=ckpt_path, **data)
+        else:
+            loaders = data.get("val_dataloaders")
+            given = {"dataloaders": loaders} if loaders is not None else data
+            returned.append(getattr(trainer, function)(module, **given))
+    return returned
 
 
 def assert_same(whole: list[list[Event]], start: Start, *, name: str) -> list[tuple[int, int]]:
@@ -163,7 +173,7 @@ def _check_codes(start: Start, cut: Cut | None, name: str) -> None:
         raise Broken(f"{name} ended with the exit codes {start.codes}, not {expected}.\n{start.output}")
 
 
-def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str = "fit") -> list[list[Event]]:
+def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str | Script = "fit") -> list[list[Event]]:
     """Return the events of an uninterrupted run, and check that the callback changes none of them."""
     with_callback = Training(group=group, root=root / "with", num_ranks=num_ranks, stage=stage).finished()
     if not group.only_with:
