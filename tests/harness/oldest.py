@@ -39,7 +39,6 @@ OBJECTS = _files(
     "object_state_as_bytes",
     "object_state_of_functions",
     "object_state_of_loaders",
-    "object_state_of_ranks",
 )
 """State of the user's objects: attributes of the module, of functions, of data sets. Lightning changes none of it."""
 

@@ -17,7 +17,7 @@ class Cut:
     Args:
         at: Epoch and batch, counted from 0.
         hook: ``batch`` (before its step), ``step`` (after it), ``backward``, ``validation`` (in a batch of any
-            evaluation), ``validation start``, ``validation end``, or ``epoch end``.
+            evaluation), ``validation end``, or ``epoch end``.
         inside: The loader and the batch of an evaluation.
         stage: The function of the Trainer, such as ``test``; any if it is empty.
         by: A signal, or an exception if it is 0.
@@ -62,7 +62,9 @@ class Cuts(Callback):
             return
         if cut.stage not in ("", trainer.state.fn):
             return
-        if trainer.current_epoch != cut.at[0] or (batch is not None and batch != cut.at[1]):
+        if trainer.state.fn == "fit" and trainer.current_epoch != cut.at[0]:
+            return
+        if batch is not None and batch != cut.at[1]:
             return
         if not cut.by:
             raise Struck
@@ -77,9 +79,6 @@ class Cuts(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.strike(trainer, "step", batch_idx)
 
-    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
-        self.strike(trainer, "validation start")
-
     def on_validation_batch_start(
         self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -89,7 +88,6 @@ class Cuts(Callback):
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.strike(trainer, "validation end")
 
-    on_test_start = on_predict_start = on_validation_start
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_test_end = on_predict_end = on_validation_end
 

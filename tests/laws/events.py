@@ -7,6 +7,7 @@ writes each event at once, so that a kill loses none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ def digest(*values: Any) -> str:
 
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value  # a rank's shard
         if value.layout is not torch.strided:
             value = value.detach().to_dense()
         whole = value.detach().cpu().contiguous()
@@ -69,11 +71,13 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 def write(path: Path, kind: str, **content: Any) -> None:
     """Append one event to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.write(descriptor, json.dumps({"kind": kind, **content}).encode() + b"\n")
-    finally:
-        os.close(descriptor)
+    os.write(opened(path), json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+
+@functools.cache
+def opened(path: Path) -> int:
+    """Return a descriptor of a file, which stays open: a hook that opens a file has done something that matters."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 class Events(Callback):
@@ -81,6 +85,7 @@ class Events(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        opened(path)
 
     def write(self, kind: str, trainer: Trainer, **content: Any) -> None:
         """Write one event with its place, unless it belongs to the sanity check."""
@@ -106,9 +111,6 @@ class Events(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.write("epoch end", trainer, **shown(trainer))
 
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.write("evaluation", trainer)
-
     def on_validation_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -118,7 +120,7 @@ class Events(Callback):
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.write("evaluation end", trainer, **shown(trainer))
 
-    on_test_start = on_predict_start = on_validation_start
+    # No hook at the start of an evaluation: one that does more than set attributes has the evaluation repeated.
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     BatchSizeFinder,
@@ -27,18 +26,19 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.testing import leave_out_part
 from tests.data_sets import NoisyDataset, Stream
+from tests.histories import chapter_of, ends
 from tests.laws.cuts import Cut
-from tests.laws.events import different_names, digest, write
+from tests.laws.events import different_names, digest
 from tests.laws.files import contents
 from tests.laws.rows import Group, Net, Row, rows_of
-from tests.laws.runs import Script, Start, Training, assert_continues, assert_same, whole_run
+from tests.laws.runs import Script, Training, assert_continues, assert_same, whole_run
 from tests.messages import plain
 
 # Lightning's advice: evaluations that shuffle must continue, too, and values of ranks may differ.
@@ -46,6 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Your `(val|test|predict)_dataloader`'s sampler has shuffling enabled"),
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
     pytest.mark.filterwarnings("ignore:It is recommended to use .self.log"),
+    pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection"),
 ]
 
@@ -62,6 +63,9 @@ class Judge(Net):
 
     def __init__(self) -> None:
         super().__init__()
+        with torch.random.fork_rng(devices=[]):  # an evaluation with other weights would be another one
+            torch.manual_seed(3)
+            self.layers = Net().layers
         self.metric = MeanMetric()
         self.outputs: list[float] = []
         self.calls: list[str] = []
@@ -279,7 +283,7 @@ def test_stops_alone_repeat_nothing(stage: str, tmp_path: Path) -> None:
     options = {**RARELY, "stop_signals": ("SIGTERM", "SIGINT", "SIGUSR1")}
     cuts = [inside(0), inside(1, by=signal.SIGINT), inside(3, by=signal.SIGUSR1)]
     if stage == "fit":
-        cuts = [Cut(at=(0, 0), hook="validation start", by=TERM), *cuts, inside(4, epoch=1)]
+        cuts = [*cuts, inside(4, epoch=1)]
     evaluates(group_of(*CASES["one"], **options), stage, cuts, tmp_path, repeats=0)
 
 
@@ -343,8 +347,8 @@ class Sized(LightningDataModule):
         return DataLoader(NoisyDataset(20), batch_size=self.batch_size)
 
 
-SCRIPTS: dict[str, tuple[Script, Row, list[Cut], int | None]] = {
-    "catches a failure": (catches, Row(name="fails", module=Fails), [inside(2, by=KILL, stage="predict")], 5),
+SCRIPTS: dict[str, tuple[Script, Row, list[Cut]]] = {
+    "catches a failure": (catches, Row(name="fails", module=Fails), [inside(2, by=KILL, stage="predict")]),
     "fits again": (
         fits_again,
         Row(
@@ -353,8 +357,7 @@ SCRIPTS: dict[str, tuple[Script, Row, list[Cut], int | None]] = {
             callbacks=lambda: ModelCheckpoint(dirpath="kept"),
             trainer={"enable_checkpointing": True},
         ),
-        [inside(3, by=KILL, stage="test"), inside(1, by=KILL, stage="test", epoch=2)],
-        None,
+        [inside(3, by=KILL, stage="test"), inside(1, by=KILL, stage="test")],
     ),
     "finds a batch size": (
         finds_a_size,
@@ -364,7 +367,6 @@ SCRIPTS: dict[str, tuple[Script, Row, list[Cut], int | None]] = {
             callbacks=lambda: BatchSizeFinder(mode="power", max_trials=2, steps_per_trial=1),
         ),
         [inside(2, by=KILL)],
-        None,
     ),
 }
 
@@ -372,7 +374,7 @@ SCRIPTS: dict[str, tuple[Script, Row, list[Cut], int | None]] = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_other_scripts(name: str, tmp_path: Path) -> None:
     """Scripts that catch a failure, fit twice and test what is gone later, or search a batch size, are the same."""
-    script, row, cuts, repeats = SCRIPTS[name]
+    script, row, cuts = SCRIPTS[name]
     whole = whole_run(group_of(row), tmp_path, stage=script)
     training = Training(group=group_of(row), root=tmp_path / "cut", stage=script)
     assert_continues(whole, training, cuts)
@@ -485,7 +487,7 @@ def test_another_evaluation_starts_over(
 ) -> None:
     """An evaluation of other weights, of other data, or with other arguments, is another one, and runs as it is."""
     cut = Cut(at=(0, 0), hook="validation end", by=KILL) if is_finished else inside(2)
-    seeded = {"before": lambda: torch.manual_seed(5), "stage": "test"}
+    seeded = {"before": lambda: seed_everything(5), "stage": "test"}
     alone = Training(group=group_of(ANOTHER[name]), root=tmp_path / "alone", **seeded).finished()
     training = Training(group=group_of(PLAIN), root=tmp_path / "cut", **seeded)
     assert training.start(cut, run_id="run").codes == [cut.exit_code]
@@ -565,4 +567,19 @@ def test_nothing_stays(tmp_path: Path) -> None:
         getattr(trainer, function)(Judge(), given)
         assert all(type(one) is DataLoader for one in given)
     assert signal.getsignal(signal.SIGTERM) == before
-    assert [path.name for path in tmp_path.rglob("*.ckpt")] == []
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_history_of_an_evaluation(stage: str, tmp_path: Path) -> None:
+    """An evaluation is in the history like a fit: its starts and ends, where it continued, and what ran again."""
+    training = Training(group=group_of(PLAIN), root=tmp_path, stage=stage)
+    for cut in (inside(1), inside(3, by=KILL), inside(4, by=0), None):
+        assert training.start(cut).codes == [cut.exit_code if cut else 0]
+    chapter = chapter_of(tmp_path)
+    assert ends(chapter) == ["stopped by SIGTERM", None, "Struck", "finished"]
+    assert {fit.name for fit in chapter.fits} == {f"{stage}-1"}
+    assert [fit.place.num_validated for fit in chapter.fits if fit.place is not None] == [0, 2, 3, 4]
+    report = chapter_report(chapter)
+    again = [(each.process, each.num_again, each.was_killed) for each in report.continued]
+    assert again == [(1, 0, False), (2, 0, True), (3, 1, False)]
+    assert report.account.training == 0 < report.account.evaluation

@@ -38,7 +38,7 @@ CALLS = (
 BEFORE = {
     "on_train_batch_start": "batch",
     "on_before_optimizer_step": "batch",
-    "on_validation_start": "evaluation",
+    "on_validation_start": "evaluated",
 }
 AFTER = {
     "on_train_batch_end": "trained",
@@ -100,6 +100,7 @@ def assert_continues_from(group: Group, calls: list[Call], kind: type[Callback] 
 def begin_of(whole: list[Event], call: Call) -> int:
     """Return the first event of a run that starts from a call's file."""
     hook, epoch, batch = call
+    batch = 0 if hook == "on_validation_start" else batch
     kind = BEFORE.get(hook) or AFTER[hook]
     of_epoch = [i for i, event in enumerate(whole) if event["kind"] == kind and event["epoch"] == epoch]
     if batch not in (None, LAST):
