@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,8 @@ class Training:
     def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
         """Do in this process what one rank does, and write its events."""
         os.chdir(self.root)
+        # A data module beside `Net`, whose hook makes one tensor of any batch: the hook of the module counts.
+        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         if self.before is not None:
             self.before()
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests

@@ -18,7 +18,7 @@ class Leaves(Net):
     strict_loading = False
 
 
-@row("module", takes=("checkpoint", "layers"))
+@row("module", takes=("checkpoint", "optimizer", "layers"))
 class Drops(Leaves):
     """Saves only some of its trained layers."""
 
@@ -28,7 +28,7 @@ class Drops(Leaves):
         checkpoint["state_dict"] = kept
 
 
-@row("module", takes="checkpoint")
+@row("module", takes=("checkpoint", "optimizer", "layers"))
 class Halves(Net):
     """Saves its weights with half of their bits."""
 
@@ -115,7 +115,7 @@ def stopping() -> EarlyStopping:
     return EarlyStopping("val_loss", patience=9)
 
 
-@row("module", takes="checkpoint", callbacks=stopping)
+@row("module", takes=("checkpoint", "optimizer"), callbacks=stopping)
 class DropsStates(Net):
     """Leaves out all that isn't weights."""
 
@@ -127,7 +127,7 @@ class DropsStates(Net):
             del checkpoint[name]
 
 
-@row("module", takes="checkpoint", callbacks=stopping)
+@row("module", takes=("checkpoint", "optimizer"), callbacks=stopping)
 class ThinsStates(Net):
     """Keeps parts of the states, changes some, and adds others, which it sees again."""
 

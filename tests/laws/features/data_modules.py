@@ -110,4 +110,6 @@ add("attributes of a data module", part="objects", shows="content", data=Levels,
 add("one combined loader again", part="loaders", shows="content", data=Keeps, trainer=RELOADED)
 add("generator function", part="loaders", shows="content", data=Generates, trainer=RELOADED)
 add("larger epochs", part="loaders", shows="content", data=Enlarges, trainer=RELOADED)
-add("derived from the trainer", part="loaders", shows="content", data=Derives, trainer=RELOADED)
+add(
+    "derived from the trainer", part="loaders", shows="content", data=Derives, trainer=RELOADED, takes="optimizer",
+)  # fmt: skip

@@ -118,7 +118,10 @@ add("log_every_n_steps", trainer={"log_every_n_steps": 3})
 add("log_every_n_steps in windows", trainer={"log_every_n_steps": 2, "accumulate_grad_batches": 2}, repeats=2)
 add(
     "two validations",
-    validation=lambda: [rows_of(8, shuffle=False)(), rows_of(12, num_workers=2, persistent_workers=True)()],
+    validation=lambda: [
+        rows_of(8, shuffle=False)(),
+        rows_of(12, shuffle=False, num_workers=2, persistent_workers=True)(),
+    ],
     trainer={"val_check_interval": 3},
 )
 add("no sanity check", trainer={"check_val_every_n_epoch": 1, "num_sanity_val_steps": 0})

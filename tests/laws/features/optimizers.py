@@ -32,7 +32,7 @@ class Scheduled(Net):
     """Has SGD, and a scheduler from `schedule`; logs the rate and the momentum that its step uses."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -58,7 +58,7 @@ def plateau(interval: str, frequency: int) -> Callable[[Any, Any], Any]:
 def one_cycle(module: Any, optimizer: Any) -> Any:
     """Return a scheduler per step that the trainer sizes."""
     steps = int(module.trainer.estimated_stepping_batches)
-    return {"scheduler": OneCycleLR(optimizer, 0.2, total_steps=steps), "interval": "step"}
+    return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=steps), "interval": "step"}
 
 
 def sequence(module: Any, optimizer: Any) -> Any:
@@ -87,8 +87,8 @@ scheduled("plateau per step", plateau("step", 3), trainer=HALVES)
 scheduled("plateau every sixth step", plateau("step", 6), trainer=HALVES)
 scheduled("drawn rates", drawn, part="objects", shows="sum_of_rates")
 add("bf16-mixed", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}, takes="precision")
-add("max_steps", trainer={"max_steps": 10})
-add("max_steps in windows", trainer={"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
+add("max_steps", trainer={"max_steps": 11})
+add("max_steps in windows", trainer={"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
 
 
 @row("module", takes=("optimizer", "layers"))
@@ -180,7 +180,7 @@ class SAM(torch.optim.Optimizer):
         self.zero_grad()
         closure()
         for _, p in self.trained():
-            p.data = self.state[p]["old_p"]
+            p.data = self.state[p].get("old_p", p.data)  # the second call may use other layers
         self.base_optimizer.step()
         return loss
 
@@ -232,7 +232,7 @@ class Schedule:
 
     def step(self) -> float:
         self.current += 1
-        rate = 0.1 * min(1.0, self.current / 4) * (1 + math.cos(math.pi * self.current / 12)) / 2
+        rate = 0.01 * min(1.0, self.current / 4) * (1 + math.cos(math.pi * self.current / 12)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.rates.append(rate)
@@ -244,7 +244,7 @@ class OwnSchedule(Net):
     """A schedule that is no scheduler of torch, and that its step calls."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
         self.own_schedule = Schedule(optimizer)
         return optimizer
 
@@ -340,7 +340,7 @@ class WrapsWithState(Wraps):
         for weight in self.param_groups[0]["params"] if self.num_steps % 3 == 0 else ():
             slow = self.state[weight].setdefault("slow", weight.detach().clone())
             weight.copy_(slow.lerp_(weight, 0.5))
-            self.fast_state[weight]["momentum_buffer"].zero_()
+            self.fast_state[weight].get("momentum_buffer", slow.new_zeros(())).zero_()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class Wrapped(Scheduled):
     wrap: Any = Wraps
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.wrap(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9))
+        optimizer = self.wrap(torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9))
         self.held_group = optimizer.param_groups[0]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), "interval": "step"}}
 
@@ -443,7 +443,7 @@ class Gan(ByHand):
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.3), nn.Linear(8, 4))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         generator, discriminator = self.optimizers()
         noise = torch.randn(len(batch), 2)
         self.toggle_optimizer(generator)
@@ -460,6 +460,7 @@ class Gan(ByHand):
         self.log("fake", fake, on_step=True, on_epoch=True, prog_bar=True)
         for scheduler in self.lr_schedulers():
             scheduler.step()
+        return fake.detach()
 
     def configure_optimizers(self) -> Any:
         optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.generator, self.layers)]
@@ -468,20 +469,21 @@ class Gan(ByHand):
 
 @row("module", part="objects", shows="turn", takes=("optimizer", *MANUAL), repeats=2)
 class Alternates(ByHand):
-    """Alternates between two optimizers by a counter, one of which steps below Lightning's counters."""
+    """Alternates between two optimizers by a counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.turn = 0
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers(use_pl_optimizer=False)[self.turn % 2]
+        optimizer = self.optimizers()[self.turn % 2]
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
         self.turn += 1 + (loss.item() > 1)
         self.log("turn", float(self.turn))
+        return loss.detach()
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam(self.layers[0].parameters(), lr=0.01)

@@ -268,7 +268,7 @@ class MadeWhenUsed(Factor):
         return 1 + random.random()
 
     def factor(self, loss: Tensor) -> float:
-        return self.offset if self.global_step > 0 else 1.0
+        return self.offset
 
 
 @carried
