@@ -157,6 +157,26 @@ class ValidationLosses(Net):
         self.current.clear()
 
 
+@row("module", part="objects", shows="cell_state")
+class Truncated(Net):
+    """Truncates backpropagation through time at each batch; its hidden state is a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(4, 4)
+        self.hidden: tuple[Tensor, Tensor] | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        new = self.cell(batch.mean(0, keepdim=True), self.hidden)
+        self.hidden = tuple(part.detach() for part in new)
+        self.log("cell_state", self.hidden[1].mean())
+        return super().training_step(batch + new[0].detach(), batch_idx) + new[0].square().mean()
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.hidden = None
+
+
 @row("module", part="objects", shows="taught", takes="layers")
 class HiddenTeacher(Net):
     """Keeps its teacher in a list, so that it is not trained; the teacher follows by a moving average."""
