@@ -1,3 +1,0 @@
-from tests.twin import translated
-
-globals().update(translated.tests_of("trainer.ranks.test_ddp_compat"))

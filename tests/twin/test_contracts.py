@@ -1,0 +1,3 @@
+from tests.twin import translated
+
+globals().update(translated.tests_of("trainer.test_contracts"))
