@@ -2,78 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
-from torchmetrics.aggregation import CatMetric
 
 from tests.runs import Net
-
-
-class HoldingNet(Net):
-    """Draws in its step from its own generators, one of each kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.python = random.Random(0)
-        self.others = {"numpy": np.random.default_rng(0), "legacy": [np.random.RandomState(0)]}
-        self.torch = torch.Generator().manual_seed(0)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        own = self.python.gauss(0, 1) + self.others["numpy"].normal() + self.others["legacy"][0].randn()
-        return super().training_step(batch + float(own) + torch.randn((), generator=self.torch), batch_idx)
-
-
-class MetricNet(Net):
-    """Logs one metric and only updates one with a list state; its epoch hook logs the values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-        self.metrics = nn.ModuleDict({"seen": CatMetric()})
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.mean.update(loss.detach(), weight=batch_idx + 1)
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.metrics["seen"].update(batch.mean())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        seen = self.metrics["seen"].compute()
-        self.log_dict({"num_seen": float(len(seen)), "deviation": seen.std()})
-        self.metrics["seen"].reset()
-
-
-class TwoValidations(Net):
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
-        self.log("val_loss", self.layers(batch).square().mean(), on_step=True, on_epoch=True)
-
-
-class BufferNet(Net):
-    """Its loss depends on a buffer that training changes and that is in no ``state_dict``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.zeros(()), persistent=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.shift.mul_(0.9).add_(batch.mean())
-        return super().training_step(batch + self.shift, batch_idx)
-
-
-class FreezingNet(Net):
-    """Freezes its first layer and switches its batch norm to evaluation mode after two batches, permanently."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 2:
-            self.layers[0].requires_grad_(False)
-            self.layers[1].eval()
 
 
 class Backbone(LightningModule):

@@ -18,31 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from tests.data_sets import NoisyDataset
 from tests.object_states import Own
 from tests.runs import Net
-
-
-class Outputs(Net):
-    """Keeps outputs with their graphs and clears them, as Lightning's migration guide says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training_step_outputs: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.training_step_outputs.append(loss)
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch_mean", torch.stack(self.training_step_outputs).mean())
-        self.log("epoch_count", float(len(self.training_step_outputs)))
-        self.training_step_outputs.clear()
-
 
 # Modules: numbers, and counters of the standard library.
 
@@ -856,36 +836,6 @@ for name in (
 
 
 # A callback, and data sets.
-
-
-class AveragedWeights(Callback):
-    """Validates with averaged weights, which are in a dict."""
-
-    def __init__(self) -> None:
-        self.shadow: dict[str, Tensor] = {}
-        self.kept: dict[str, Tensor] = {}
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.shadow = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        for name, value in pl_module.named_parameters():
-            self.shadow[name].lerp_(value.detach(), 0.1)
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.kept = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-        self.put(pl_module, self.shadow)
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.put(pl_module, self.kept)
-        self.kept = {}
-
-    @staticmethod
-    def put(pl_module: LightningModule, values: dict[str, Tensor]) -> None:
-        """Set the module's weights."""
-        with torch.no_grad():
-            for name, parameter in pl_module.named_parameters():
-                parameter.copy_(values[name])
 
 
 class Curriculum(NoisyDataset):

@@ -285,10 +285,6 @@ class Runs:
             raise NotTheSame(f"{error}\n{_printed(outputs)}") from error
         return RunOutcome(exit_code=exit_code, traces=[read_trace(path) for path in paths], output=_printed(outputs))
 
-    def autosaves(self, name: str) -> list[Path]:
-        """Return the autosaves of the runs in the directory `name`."""
-        return sorted((self._root / name).rglob("autosave-*.ckpt"))
-
     def _run(self, path: Path, directory: Path, faults: Sequence[object], options: dict[str, Any] | None) -> None:
         # In the registry of the working directory, this run would find the others, and stay there when it is killed.
         os.environ[REGISTRY_VARIABLE] = str(directory / "registry")
