@@ -380,6 +380,13 @@ def are_set_up(trainer: Trainer, *, for_training: bool) -> bool:
     return loop._combined_loader is not None
 
 
+def are_due(trainer: Trainer, *, for_training: bool) -> bool:
+    """Return whether the loaders are requested before the next batch that needs them."""
+    every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    num_epochs = trainer.current_epoch - reload_epochs(trainer)[not for_training]
+    return 0 < every <= num_epochs or not are_set_up(trainer, for_training=for_training)
+
+
 def set_up_validation(trainer: Trainer) -> None:
     """Request the validation loaders, as the sanity check does. A restart skips that check."""
     if not are_set_up(trainer, for_training=False):

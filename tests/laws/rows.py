@@ -229,9 +229,6 @@ def fits(each: Row, others: Iterable[Row]) -> bool:
     loaders = [row for row in [each, *others] if row.train]
     if len(loaders) > (1 if any(row.alone for row in loaders) else MOST_LOADERS):
         return False
-    # A data module stays alone as long as the faults in `KNOWN` (test_resume.py) are open.
-    if others and any(row.data for row in [each, *others]):
-        return False
     if each.only_with != any(other.only_with for other in others) and others:
         return False
     return all(taken(each).isdisjoint(taken(other)) for other in others)

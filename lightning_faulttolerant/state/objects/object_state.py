@@ -268,7 +268,7 @@ class ObjectState:
 
     def values_of(self, state: Mapping[str, Any]) -> dict[str, object]:
         """Return a state with the objects and attributes of `state`, and their current values."""
-        always = {path: _parts_of(content) for path, content in state[NODES].items() if self._graph.node_at(path)}
+        always = {path: parts_of(content) for path, content in state[NODES].items() if self._graph.node_at(path)}
         return self._state_of(always)
 
     def _parts_changed(self, node: Node) -> set[str]:
@@ -384,7 +384,7 @@ def _holder_of(path: str) -> str:
     return path[: max(path.rfind("."), path.rfind("["))]
 
 
-def _parts_of(content: Mapping[str, Any]) -> set[str]:
+def parts_of(content: Mapping[str, Any]) -> set[str]:
     """Return the parts of an object that a state has."""
     names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
     return names | {part for part in (_STATE, _CONTENT) if part in content}
@@ -403,7 +403,7 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     """Return the paths of the attributes and objects in a state."""
     found = set()
     for path, content in state[NODES].items():
-        found |= {_path_of(path, part) for part in _parts_of(content)}
+        found |= {_path_of(path, part) for part in parts_of(content)}
     return found
 
 

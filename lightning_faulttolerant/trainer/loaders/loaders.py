@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -177,14 +177,19 @@ class Loaders:
         self.load_own(resumed.own)
         if self._seeds is not None:
             self._seeds.resume_from(resumed.states)
-        for place, tracker in self.trackers.items():
-            self._resume(place, tracker)
+        for place in self._that_stay(self.trackers):
+            self._resume(place, self.trackers[place])
+
+    def _that_stay(self, places: Iterable[str]) -> list[str]:
+        """Return the places of loaders that are not requested again first: ``configure_optimizers`` may request one."""
+        is_due = compat.are_due(self._trainer, for_training=True)
+        return [place for place in places if not (is_due and place.startswith(f"{TRAIN}/"))]
 
     def expect(self, check: Callable[[str, Any], None]) -> None:
         """Call `check` with the place and the fingerprint of each loader, including those processed later."""
         self._continued.check = check
-        for place, fingerprint in self.fingerprints.items():
-            check(place, fingerprint)
+        for place in self._that_stay(self.fingerprints):
+            check(place, self.fingerprints[place])
 
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning: they may be different ones."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
+from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState, parts_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import buffers_of, load_buffers, shard_of, weights_of
@@ -60,6 +60,9 @@ class Reloads:
         self._to_repeat: dict[str, Mapping[str, Any]] = {}
         self.last: dict[str, Mapping[str, Any]] = {}
         """The last request of each stage, in their order: the trainer's values then, and the changes to the objects."""
+        self.changed: dict[str, set[str]] = {}
+        """The parts of objects that a repeated request would change, by path."""
+        self._before: list[Mapping[str, Any]] = []
 
     @property
     def _every(self) -> int:
@@ -84,6 +87,8 @@ class Reloads:
                 yield
         finally:
             self._stage = None
+            while self._state is not None and self._before:
+                self._state.load_state_dict(self._before.pop())
         if is_in_order and VALIDATION in self._to_repeat:
             compat.set_up_validation(self._trainer)
 
@@ -93,12 +98,17 @@ class Reloads:
         if self._repeated is not None:
             self._changes = self._repeated["objects"]
             if self._changes:
-                self._state.load_state_dict(self._changes)  # missing parts are reported when everything is restored
+                self._load(self._changes)
+            self._note_changed()
             return
-        num_epochs = self._trainer.current_epoch - compat.reload_epochs(self._trainer)[stage == VALIDATION]
-        if 0 < self._every <= num_epochs or not compat.are_set_up(self._trainer, for_training=stage == TRAIN):
+        if compat.are_due(self._trainer, for_training=stage == TRAIN):
             changes = self._state.state_dict()
             self._changes = changes if changes[NODES] else {}
+            self._note_changed()
+
+    def _note_changed(self) -> None:
+        for path, content in self._changes.get(NODES, {}).items():
+            self.changed.setdefault(path, set()).update(parts_of(content))
 
     def follow(self, loader: object) -> object:
         """Follow the objects of a requested loader, too, and return the loader."""
@@ -117,8 +127,13 @@ class Reloads:
             self._state.add(self._roots_of_loaders({place: loader}))
             if self._repeated is not None and self._changes:
                 nodes = {path: node for path, node in self._changes[NODES].items() if path.startswith(f"{place}.")}
-                self._state.load_state_dict({**self._changes, NODES: nodes})
+                self._load({**self._changes, NODES: nodes})
         return loader
+
+    def _load(self, changes: Mapping[str, Any]) -> None:
+        if self._state is not None and changes[NODES]:
+            self._before.append(self._state.values_of(changes))
+            self._state.load_state_dict(changes)  # missing parts are reported when everything is restored
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Return the last request of each stage, without weights that have not changed since."""

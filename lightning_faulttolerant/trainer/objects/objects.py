@@ -258,6 +258,7 @@ class Objects:
             return {}
         current = self._baseline.state
         self._add(current)
+        current.carry(self.reloads.changed)
         current.keeps_bytes = self.keeps_bytes
         state, self.live = current.state_dict(), current.live
         state[LOST].update(lost_in_loaders(places))
