@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import datetime
-import enum
-import functools
 import logging
-import pathlib
 import random
 import threading
 import types
-import uuid
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from decimal import Decimal
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nested import nested_tensor
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
@@ -32,28 +22,7 @@ from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABL
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.state.reachable import global_path
 from tests.state.objects.round_trips import carried
-
-Pair = namedtuple("Pair", "first second")
-
-
-class Phase(enum.Enum):
-    """The phase of a training."""
-
-    WARM_UP = 1
-    DECAY = 2
-
-
-class Slots:
-    """Has no ``__dict__``."""
-
-    __slots__ = ("__hidden", "items", "late")
-
-    def __init__(self) -> None:
-        self.__hidden, self.items = 1, [1]
-
-    def change(self) -> int:
-        self.__hidden += 1
-        return self.__hidden
+from tests.state.objects.test_values import Average, Slots
 
 
 @dataclass
@@ -62,129 +31,6 @@ class Record:
 
     number: int = 0
     items: list[Any] = field(default_factory=list)
-
-
-class Texts(dict[str, Any]):
-    """A dict with attributes."""
-
-
-class Average:
-    """Has a state with more than its attributes show."""
-
-    def __init__(self) -> None:
-        self.value, self.num_loaded = torch.zeros(2), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value.clone()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value.copy_(state_dict["value"])
-        self.num_loaded += 1
-
-
-VALUES = [
-    None, True, -3, 1 << 80, 0.1, float("inf"), 1 + 2j, "text", b"bytes", (1, (2, "three")), frozenset({1, 2}),
-    [1, [2.5, {"k": (None,)}]], {"a": 1, (1, "b"): [2], Phase.DECAY: 3}, {1, "two"}, Counter("aab"),
-    OrderedDict(b=1, a=2), deque([1, 2], maxlen=2), defaultdict(list, a=[1]), Pair(1, [2]), Phase.WARM_UP,
-    datetime.date(2026, 2, 3), datetime.datetime(2026, 2, 3, tzinfo=datetime.timezone.utc), datetime.time(1, 2),
-    datetime.timedelta(days=1, microseconds=3), pathlib.PurePosixPath("a/b"), range(1, 9, 2), slice(1, None, 2),
-    Decimal("1.50"), Fraction(1, 3), uuid.UUID(int=7), torch.float16, torch.device("cpu"), torch.Size([1, 2]), ...,
-    np.float32(0.1), np.int64(3), np.datetime64("2026-02-03"), Record(3, [1, Record()]), Texts(a=1),
-    [float(i) for i in range(200)], list(range(200)), [*range(200), "and a text"], [True] * 200,
-    SimpleNamespace(a=1), type(None), int, Phase, Record,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__}-{str(value)[:20]}")
-def test_each_value_is_carried(value: Any) -> None:
-    """A value in an attribute, and one deep in a list, come back with their types."""
-
-    def change(owner: Any) -> None:
-        owner.value = copy.deepcopy(value)
-        owner.items.append({"deep": copy.deepcopy(value)})
-
-    _, fresh = carried(lambda: SimpleNamespace(value="before", items=[]), change)
-    for found in (fresh.value, fresh.items[0]["deep"]):
-        assert type(found) is type(value)
-        assert found == value
-        assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
-        assert getattr(found, "default_factory", None) == getattr(value, "default_factory", None)
-
-
-TENSORS = [torch.ones(3), torch.zeros(0, 2), torch.arange(4).short(), torch.tensor(2.5, dtype=torch.bfloat16),
-           torch.tensor([True]), torch.tensor([1j]), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True),
-           np.arange(6).reshape(2, 3), np.array(["a", "bc"]), np.zeros((0, 2)), np.array([1, None], dtype=object),
-           np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]), np.arange(6)[::2]]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "value", TENSORS, ids=lambda value: f"{type(value).__name__}-{value.dtype}-{tuple(value.shape)}"
-)
-def test_each_tensor_and_array_is_carried(value: Any) -> None:
-    """A new tensor or array comes back with its type, its flags, and its bits, and shares no memory."""
-    changed, fresh = carried(lambda: SimpleNamespace(value=None), lambda owner: setattr(owner, "value", value))
-    assert type(fresh.value) is type(value)
-    assert (fresh.value.dtype, fresh.value.shape) == (value.dtype, value.shape)
-    assert fresh.value is not changed.value
-    assert getattr(fresh.value, "requires_grad", False) == getattr(value, "requires_grad", False)
-    assert fresh.value.tolist() == value.tolist()
-
-
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "list": (lambda: [1, 2], lambda value: value.append(3)),
-    "list that is sorted": (lambda: [2, 1], lambda value: value.sort()),
-    "dict": (lambda: {"a": 1}, lambda value: value.update(b=2)),
-    "order of a dict": (lambda: {"a": 1, "b": 2}, lambda value: value.update(a=value.pop("a"))),
-    "set": (lambda: {1}, lambda value: value.add(2)),
-    "deque": (lambda: deque([1], maxlen=2), lambda value: value.extend([2, 3])),
-    "defaultdict": (lambda: defaultdict(lambda: 7), lambda value: value["a"]),
-    "dict of the user's": (lambda: Texts(a=1), lambda value: value.update(b=2)),
-    "tensor": (lambda: torch.zeros(3), lambda value: value.add_(1)),
-    "data of a tensor": (lambda: torch.zeros(3), lambda value: value.data.add_(1)),
-    "shape of a tensor": (lambda: torch.zeros(3), lambda value: setattr(value, "data", torch.ones(2))),
-    "array": (lambda: np.zeros(3), lambda value: value.__iadd__(1)),
-    "array that is shuffled": (lambda: np.arange(9), np.random.RandomState(0).shuffle),
-    "large array": (lambda: np.arange(30_000), np.random.RandomState(0).shuffle),
-    "array of objects": (lambda: np.array([1, None], dtype=object), lambda value: value.__setitem__(1, 3)),
-    "attribute": (Record, lambda value: setattr(value, "number", 4)),
-    "list of an object": (Record, lambda value: value.items.append(Record(1))),
-    "slots": (Slots, lambda value: (value.change(), value.items.append(2), setattr(value, "late", 1))),
-    "module": (lambda: nn.Dropout(0.1), lambda value: setattr(value, "p", 0.7)),
-    "weights": (lambda: nn.Linear(2, 2, bias=False), lambda value: value.weight.data.fill_(0.5)),
-    "own state": (Average, lambda value: value.value.add_(1)),
-    "in a tuple": (lambda: ([1], 2), lambda value: value[0].append(3)),
-    "in a partial": (lambda: functools.partial(print, [1]), lambda value: value.args[0].append(3)),
-    "after a method": (lambda: Slots().change, lambda value: value()),
-}
-
-
-def seen(value: Any) -> Any:
-    """Return a comparable form of an object."""
-    if isinstance(value, Slots):
-        return [getattr(value, name, None) for name in ("_Slots__hidden", "items", "late")]
-    if isinstance(value, functools.partial):
-        return value.args
-    if callable(getattr(value, "__self__", None)) or hasattr(value, "__self__"):
-        return seen(value.__self__)
-    if isinstance(value, nn.Module):
-        return [getattr(value, "p", None), [p.tolist() for p in value.parameters()]]
-    if isinstance(value, Average):
-        return value.value.tolist(), 0
-    if isinstance(value, dict):
-        return list(value.items())
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_change_is_made_in_place(name: str) -> None:
-    """Every holder of the object sees the restored content."""
-    make, change = CHANGES[name]
-    torch.manual_seed(0)
-    held = [make(), make()]
-    holders = iter(held)
-    changed, fresh = carried(lambda: SimpleNamespace(value=next(holders)), lambda owner: change(owner.value))
-    assert fresh.value is held[1]
-    assert seen(fresh.value) == seen(changed.value)
 
 
 def test_shared_references_stay_shared() -> None:
@@ -269,53 +115,6 @@ def test_state_is_a_copy() -> None:
     owner.items[0].add_(1)
     owner.array += 1
     assert repr(taken) == expected
-
-
-def numbers() -> Any:
-    """Yield numbers."""
-    yield from range(9)
-
-
-class Wrapping(Tensor):
-    """A tensor without its own memory, as in libraries that quantize weights."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapping:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        function(*(value.inner if isinstance(value, cls) else value for value in args), **(kwargs or {}))
-        return args[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "reason"),
-    [
-        (numbers, next, "an iterator (generator)"),
-        (lambda: iter([1, 2, 3]), next, "an iterator (list_iterator)"),
-        (lambda: iter(torch.utils.data.DataLoader([1, 2, 3])), next, "an iterator"),
-        (lambda: torch.eye(2).to_sparse(), lambda value: value.mul_(2), "not a plain tensor"),
-        (lambda: nested_tensor([torch.ones(2), torch.ones(3)]), lambda value: value.mul_(2), "not a plain tensor"),
-        (lambda: Wrapping(torch.ones(2)), lambda value: value.mul_(2), "not a plain tensor"),
-    ],
-    ids=["generator", "list iterator", "loader iterator", "sparse", "nested", "wrapping"],
-)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_change_that_cannot_be_carried_is_named(make: Any, change: Any, reason: str) -> None:
-    """It is named by its path, but only once it has changed."""
-    owner = SimpleNamespace(value=make(), count=0)
-    state = ObjectState({"root": owner})
-    assert state.state_dict()[LOST] == {}
-    change(owner.value)
-    owner.count = 1
-    found = state.state_dict()
-    assert list(found[LOST]) == ["root.value"]
-    assert reason in found[LOST]["root.value"]
-    assert found[NODES] == {"root": {"attributes": [["count", 1]]}}  # no part of it stays in the table
 
 
 class Local:
@@ -484,3 +283,23 @@ def test_tensor_without_one_shape_is_no_copy_of_a_weight() -> None:
     state = ObjectState({"root": owner})
     state.carry_copies([weight])
     assert list(state.state_dict()[NODES]) == ["root.copied"]
+
+
+def test_equal_value_is_no_change() -> None:
+    """An attribute that gets an equal number is unchanged; later changes are found."""
+    root = SimpleNamespace(value=10**30, rows=[2.5])
+    state = ObjectState({"root": root})
+    objects = state.unchanged(state.paths)
+    root.value, root.rows[0] = 10**20 * 10**10, float("2.5")
+    assert objects.take_changed() == []
+    root.rows[0] = 3.5
+    assert objects.take_changed() == ["root.rows"]
+
+
+def test_class_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attributes of a class are compared too."""
+    monkeypatch.setattr(Record, "total", 0, raising=False)
+    state = ObjectState({"Record": Namespace(owner=Record)})
+    objects = state.unchanged(state.paths)
+    Record.total = 1  # type: ignore[attr-defined]
+    assert objects.take_changed() == ["Record"]

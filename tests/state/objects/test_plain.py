@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,27 +12,7 @@ from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.objects.leaves import plain_of
 from lightning_faulttolerant.state.objects.object_state import NODES, TABLE, ObjectState
-
-
-def passed_through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state as it comes back from a checkpoint."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
-def carried(before: Any, change: Any) -> tuple[Any, dict[str, Any]]:
-    """Return a fresh object with the changes that `change` makes to another one, and the state."""
-    there, here = before(), before()
-    state = ObjectState({"it": there})
-    change(there)
-    saved = passed_through_a_file(state.state_dict())
-    resumed = ObjectState({"it": here})
-    assert resumed.load_state_dict(saved) == []
-    return here, saved
-
+from tests.state.objects.round_trips import carried
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=3)
 KEYS = LEAVES | st.tuples(LEAVES, LEAVES)
@@ -54,7 +33,7 @@ def test_all_kinds(cache: dict[Any, Any], history: list[Any]) -> None:
         holder.cache.update(cache)
         holder.history = history
 
-    here, _ = carried(lambda: SimpleNamespace(cache={}, history=[]), fill)
+    _, here = carried(lambda: SimpleNamespace(cache={}, history=[]), fill)
     assert repr((here.cache, here.history)) == repr((cache, history))
 
 
@@ -64,8 +43,12 @@ def test_stands_for_itself() -> None:
     def fill(holder: Any) -> None:
         holder.cache.update({1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])})
 
-    here, saved = carried(lambda: SimpleNamespace(cache={}), fill)
+    holder = SimpleNamespace(cache={})
+    state = ObjectState({"it": holder})
+    fill(holder)
+    saved = state.state_dict()
     assert (len(saved[TABLE]), saved[NODES]["it.cache"]["<content>"][0]) == (0, "plain")
+    _, here = carried(lambda: SimpleNamespace(cache={}), fill)
     assert here.cache == {1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])}
     assert type(here.cache[3, "b"][0]) is bool
 
@@ -175,7 +158,7 @@ def test_is_shared_again(share: Any, both: Any) -> None:
     there = before()
     share(there)
     assert both(there)[0] is both(there)[1]
-    here, _ = carried(before, share)
+    _, here = carried(before, share)
     one, other = both(here)
     assert one is other
 
