@@ -67,7 +67,6 @@ def test_files_without_slow_tests_are_left_out(name: str, text: str, may_have: b
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     assert durations.may_have_slow_tests(path) == may_have
-    conftest.assert_slow_tests_are_found([Item(path, "takes_long")])  # type: ignore[list-item]
     refused = contextlib.nullcontext() if may_have else pytest.raises(pytest.UsageError, match=r"test_a\.py")
     with refused:
         conftest.assert_slow_tests_are_found([Item(path, "slow")])  # type: ignore[list-item]

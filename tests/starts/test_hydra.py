@@ -28,7 +28,6 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.mark.takes_long("four processes, each with a training")
 def test_a_run_in_a_new_output_directory(project: Project) -> None:
     """A run like those of lightning-hydra-template is stopped twice, and ends with the same weights and metrics."""
     starts = stopped_twice(project, "hydra_train.py")

@@ -77,7 +77,6 @@ def test_list_without_an_argument(script: str, project: Project) -> None:
     assert re.search(rf"{name}\n +finished ", listed.stdout), listed.stdout
 
 
-@pytest.mark.takes_long("four processes, each with a training")
 @pytest.mark.parametrize("script", ["train.py", pytest.param("timed.py", marks=pytest.mark.slow)])
 def test_discard(script: str, project: Project) -> None:
     """After ``discard`` with the name that ``list`` shows, the next start starts from scratch."""

@@ -26,7 +26,6 @@ def wait_for_steps(trial: RunningTrial, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.takes_long("two starts of a script, and a wait of a second between them")
 def test_a_script_that_fails_once_finishes_as_if_it_had_not(tmp_path: Path) -> None:
     """The exception is told, the second start continues, and the script sees no ranks that it did not ask for."""
     trial = supervised(tmp_path, "--flaw", "exception")
@@ -97,7 +96,6 @@ def test_a_script_that_never_trains_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-@pytest.mark.takes_long("two runs of a script")
 def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.Signals) -> None:
     """The signal is passed on; the next run of the same command continues, and nothing is trained twice."""
     words = ("--how", "always", "--flaw", "short sleep")
