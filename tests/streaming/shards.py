@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardInfo, parse_index
@@ -54,13 +56,18 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Return whether two values are equal and of one type: arrays by element, images by pixel."""
+    """Return whether two values are equal and of one type: arrays and tensors by element, images by pixel."""
+    if type(found) is not type(expected):
+        return False
     if isinstance(expected, dict):
         return sorted(found) == sorted(expected) and all(same(found[name], expected[name]) for name in expected)
-    if isinstance(expected, list):
+    if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, Tensor):
+        one, other = [(tensor.dtype, tensor.shape, tensor.is_contiguous()) for tensor in (found, expected)]
+        return one == other and torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
     if hasattr(expected, "getpixel"):
         return (found.mode, found.size, found.tobytes()) == (expected.mode, expected.size, expected.tobytes())
     if isinstance(expected, (np.ndarray, np.generic)):
-        return type(found) is type(expected) and found.dtype == expected.dtype and np.array_equal(found, expected)
-    return type(found) is type(expected) and found == expected
+        return found.dtype == expected.dtype and np.array_equal(found, expected)
+    return bool(found == expected)

@@ -1,22 +1,26 @@
-"""Our collate gives the same results as torch's."""
+"""Batches are those of torch's collate, and their memory is used again once nothing refers to it, never before."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import time
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.loader import collate
-from tests.streaming.same_batches import assert_same
+from tests.streaming.shards import same
 
 Pair = namedtuple("Pair", ["left", "right"])
-
 
 ARRAYS = {
     f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}": [
@@ -48,32 +52,6 @@ COLUMNS: dict[str, list[Any]] = {
     "arrays that can't be written to": [np.frombuffer(bytes(8), np.int16)] * 3,
     "arrays of two dtypes": [np.ones(2, np.float32), np.ones(2, np.float64), np.ones(2, np.float32)],
 }
-CASES = {**ARRAYS, **{name: [{"column": value} for value in values] for name, values in COLUMNS.items()}}
-
-
-def outcome(function: Any, samples: Any) -> Any:
-    """Return the result, or the type of the exception."""
-    try:
-        return function(samples)
-    except Exception as error:  # noqa: BLE001 -- whatever it is, both must raise it
-        return type(error)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
-def test_batch_is_that_of_default_collate(name: str) -> None:
-    """Each kind of value gives the same batch as torch's own collate, alone and in a batch of one."""
-    for samples in (CASES[name], CASES[name][:1]):
-        assert_same(outcome(collate, samples), outcome(default_collate, samples))
-
-
-@pytest.mark.parametrize("name", COLUMNS)
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
-def test_samples_that_are_no_dicts_are_left_to_torch(name: str) -> None:
-    """A batch of bare values is torch's own."""
-    assert_same(outcome(collate, COLUMNS[name]), outcome(default_collate, COLUMNS[name]))
-
-
 WRONG: dict[str, list[Any]] = {
     "shapes that differ": [{"x": np.ones(2)}, {"x": np.ones(3)}],
     "a column that is missing": [{"x": 1}, {"y": 1}],
@@ -83,16 +61,23 @@ WRONG: dict[str, list[Any]] = {
     "a kind that nobody knows": [{"x": object()}, {"x": object()}],
     "nothing": [{"x": None}, {"x": None}],
 }
+CASES = {**ARRAYS, **{name: [{"column": value} for value in values] for name, values in COLUMNS.items()}, **WRONG}
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_can_not_be_a_batch_is_torchs_error(name: str) -> None:
-    """Values that default_collate refuses are refused with the same error."""
-    with pytest.raises((RuntimeError, KeyError, TypeError, OverflowError, ValueError)) as expected:
-        default_collate(WRONG[name])
-    with pytest.raises(expected.type) as found:
-        collate(WRONG[name])
-    assert str(found.value) == str(expected.value)
+def outcome(function: Any, samples: Any) -> Any:
+    """Return the result, or the exception's type and text."""
+    try:
+        return function(samples)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, both must raise it
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+def test_batch_is_that_of_default_collate(name: str) -> None:
+    """Each kind of value gives torch's batch or error: in a dict, alone, and in a batch of one."""
+    for samples in (CASES[name], CASES[name][:1], COLUMNS.get(name, [])):
+        assert same(outcome(collate, samples), outcome(default_collate, samples))
 
 
 def test_batch_shares_no_memory_with_its_samples() -> None:
@@ -103,37 +88,54 @@ def test_batch_shares_no_memory_with_its_samples() -> None:
         assert not array.any()
 
 
-@pytest.fixture
-def dataset(tmp_path: Path) -> StreamingDataset:
-    """Return five samples of a number, a small array, and one that is large enough to be lent."""
-    columns = {"large": "ndarray:int32:50,100", "number": "int", "small": "ndarray:int32:4"}
-    with MDSWriter(out=str(tmp_path), columns=columns, size_limit=50_000) as writer:
-        for number in range(5):
-            large = np.arange(number, number + 5000, dtype=np.int32).reshape(50, 100)
-            writer.write({"large": large, "number": number, "small": np.full(4, number, np.int32)})
-    return StreamingDataset(tmp_path, batch_size=2)
+NUM_SAMPLES, BATCH_SIZE = 64, 2
+WRITTEN = {
+    "number": "int",
+    "large": "ndarray:int32:50,100",
+    "small": "ndarray:float32:3",
+    "varying": "ndarray",
+    "name": "str",
+}
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_streaming_loader_collates_so(dataset: StreamingDataset, num_workers: int) -> None:
-    """The loader's batches are those of default_collate, and writing to one changes nothing else."""
-    samples = list(dataset)
-    expected = [default_collate(samples[begin : begin + 2]) for begin in (0, 2, 4)]
-    loader = StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a data set of numbers, of arrays small and large, of arrays that grow, and of strings."""
+    where = tmp_path_factory.mktemp("samples")
+    with MDSWriter(out=str(where), columns=WRITTEN, size_limit=200_000) as writer:
+        for i in range(NUM_SAMPLES):
+            large, small = np.arange(i, i + 5000, dtype=np.int32).reshape(50, 100), np.full(3, i, np.float32)
+            grows = np.full(1 + i // BATCH_SIZE * 4000, i, np.int64)  # the last ones are larger than a batch should be
+            writer.write({"number": i, "large": large, "small": small, "varying": grows, "name": f"sample {i}"})
+    return where
+
+
+def loader_of(directory: Path, kind: type[StreamingDataset] = StreamingDataset, **options: Any) -> StreamingDataLoader:
+    """Return a loader with a worker, if nothing else is asked for."""
+    return StreamingDataLoader(kind(directory, batch_size=BATCH_SIZE), BATCH_SIZE, **{"num_workers": 1, **options})
+
+
+def expected_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the batches that torch makes of the samples."""
+    samples = list(StreamingDataset(directory))
+    return [default_collate(samples[at : at + BATCH_SIZE]) for at in range(0, NUM_SAMPLES, BATCH_SIZE)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"persistent_workers": True}, {"num_workers": 2, "drop_last": True}], ids=str
+)
+def test_batches_of_a_loader_are_those_of_torch(directory: Path, options: dict[str, Any]) -> None:
+    """All batches of two epochs are equal, kept together or not, and each array has memory of its size."""
+    expected, loader, places = expected_of(directory), loader_of(directory, **options), set()
+    assert same(list(loader), expected)
+    for batch, other in zip(loader, expected, strict=True):
+        assert same(batch, other)
+        assert batch["large"].untyped_storage().nbytes() == 4 * batch["large"].numel()
+        places.add(batch["large"].data_ptr())
+        batch["large"] += 1
     assert loader.collate_fn is collate
-    for batches in (list(loader), list(loader)):
-        assert_same(batches, expected)
-        for batch in batches:
-            batch["large"] += 1
-
-
-def test_others_than_the_loaders_own_collate_get_arrays_of_their_own(dataset: StreamingDataset) -> None:
-    """A custom collate_fn, also one that is set later, and a plain iteration may keep samples and write to them."""
-    loader = StreamingDataLoader(dataset, batch_size=2, collate_fn=list)
-    later = StreamingDataLoader(dataset, batch_size=2)
-    later.collate_fn = list
-    for samples in (list(dataset), [sample for batch in loader for sample in batch], next(iter(later))):
-        assert all(sample["large"].flags.writeable and sample["large"].base is None for sample in samples)
+    # Batches that are gone leave their place to others.
+    assert len(places) < len(expected) / 2 or loader.num_workers == 0
 
 
 class Doubled(StreamingDataset):
@@ -145,9 +147,73 @@ class Doubled(StreamingDataset):
             yield sample
 
 
-def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: StreamingDataset) -> None:
-    """A derived class may write to the samples it iterates over, also with the loader's own collate."""
-    doubled = Doubled(dataset.streams[0].directory, batch_size=2)
+def test_others_than_the_loaders_own_collate_get_arrays_of_their_own(directory: Path) -> None:
+    """A custom collate_fn, also one that is set later, a plain iteration, and a derived class may write to samples."""
+    assert isinstance(next(iter(loader_of(directory, collate_fn=list))), list)
+    later = loader_of(directory, num_workers=0)
+    later.collate_fn = list
+    given = loader_of(directory, num_workers=0, collate_fn=list)
+    for samples in (list(later.dataset), [sample for batch in given for sample in batch], next(iter(later))):
+        assert all(sample["large"].flags.writeable and sample["large"].base is None for sample in samples)
     for num_workers in (0, 1):
-        found = next(iter(StreamingDataLoader(doubled, batch_size=2, num_workers=num_workers)))
-        assert torch.equal(found["large"], 2 * next(iter(StreamingDataLoader(dataset, batch_size=2)))["large"])
+        doubled = next(iter(loader_of(directory, Doubled, num_workers=num_workers)))
+        assert torch.equal(doubled["large"], 2 * expected_of(directory)[0]["large"])
+
+
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda tensor: tensor,
+    "view": lambda tensor: tensor[:, 1:3].reshape(-1),
+    "detached": lambda tensor: tensor.detach(),
+    "storage": lambda tensor: tensor.untyped_storage(),
+    "array": lambda tensor: tensor.numpy(),
+    "view of an array": lambda tensor: tensor.numpy()[:, 5:].view(np.uint8),
+}
+
+
+def test_every_reference_keeps_the_memory(directory: Path) -> None:
+    """Whatever refers to a batch sees its values, however many batches follow."""
+    for kind, keep in KEPT.items():
+        kept: list[Any] = []
+        for batch in loader_of(directory):
+            if len(kept) < 3:
+                kept.append(keep(batch["large"]))
+            del batch
+        expected = [keep(batch["large"]) for batch in expected_of(directory)[:3]]
+        assert [bytes(np.asarray(found)) for found in kept] == [bytes(np.asarray(other)) for other in expected], kind
+
+
+def test_other_loaders_in_the_loop_take_no_memory_away(directory: Path) -> None:
+    """After validation runs, whose workers are forked while a batch is in use, no file stays open."""
+    fds = len(os.listdir("/proc/self/fd"))
+    batches = iter(loader_of(directory, num_workers=2))
+    for _ in range(4):
+        batch = next(batches)
+        list(DataLoader(range(2), num_workers=1))  # type: ignore[arg-type]
+        assert not batch["large"].is_shared()  # torch's way
+    assert [batch["large"].is_shared() for batch in batches] == [False] * 28
+    del batch, batches
+    while len(os.listdir("/proc/self/fd")) > fds:  # torch's processes end on their own
+        gc.collect()
+        time.sleep(0.01)
+
+
+def test_a_child_reads_its_batch_during_training(directory: Path) -> None:
+    """A process that draws a batch while training continues sees that batch, not a later one."""
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    batches = iter(loader_of(directory))
+    kept = [next(batches)]
+    expected = kept[0]["large"].clone()
+
+    def look() -> None:
+        ready.wait()
+        assert torch.equal(kept[0]["large"], expected)
+
+    process = fork.Process(target=look)
+    process.start()
+    kept.clear()
+    for _ in batches:
+        pass
+    ready.set()
+    process.join()
+    assert process.exitcode == 0
