@@ -57,6 +57,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def same(found: Any, expected: Any) -> bool:
     """Return whether two values are equal and of one type: arrays and tensors by element, images by pixel."""
+    if hasattr(expected, "getpixel"):
+        return (found.mode, found.size, found.tobytes()) == (expected.mode, expected.size, expected.tobytes())
     if type(found) is not type(expected):
         return False
     if isinstance(expected, dict):
@@ -66,8 +68,6 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, Tensor):
         one, other = [(tensor.dtype, tensor.shape, tensor.is_contiguous()) for tensor in (found, expected)]
         return one == other and torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
-    if hasattr(expected, "getpixel"):
-        return (found.mode, found.size, found.tobytes()) == (expected.mode, expected.size, expected.tobytes())
     if isinstance(expected, (np.ndarray, np.generic)):
         return found.dtype == expected.dtype and np.array_equal(found, expected)
     return bool(found == expected)
