@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_faulttolerant import DamagedCheckpointError, atomic_torch_save
-from lightning_faulttolerant.checkpoint.ranks import RankReader, as_bytes, joined, packed_state
+from lightning_faulttolerant.checkpoint.ranks import RankGroup, RankReader, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import KEY, part_in
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from tests.ranks import on_ranks
+from tests.storage.stores import error_of
 
 NUM_RANKS = 5
 
 
-def state(rank: int) -> dict[str, Any]:
+def state(rank):
     """Return a state that differs from rank to rank, and has another length for each."""
     return {"rng": {"torch": bytes([rank]) * 5000}, "tensor": torch.full((rank + 1,), float(rank)), "flags": [rank]}
 
 
-def checkpoint(num_ranks: int = NUM_RANKS) -> dict[str, Any]:
+def checkpoint(packed):
     """Return a checkpoint of several ranks, with weights that are tied."""
-    packed = [pack_blobs(state(rank)) for rank in range(num_ranks)]
-    states = joined([packed[0], *map(as_bytes, packed[1:])])
     part = {
         "version": 2,
-        "world_size": num_ranks,
+        "world_size": len(packed),
         "position": TrainerPosition(where="boundary", epoch=0, batch=1, global_step=1).state_dict(),
         "origin": None,
         "surroundings": {},
         "fingerprint": {"loaders": {}},
-        **states,
+        **joined(packed),
     }
     weight = torch.arange(100.0)
     return {"state_dict": {"a": weight, "tied": weight, "rows": weight[10:20]}, KEY: part}
 
 
-def assert_is_state_of(found: dict[str, Any], rank: int) -> None:
+PACKED = [pack_blobs(state(0)), *(as_bytes(pack_blobs(state(rank))) for rank in range(1, NUM_RANKS))]
+
+
+def assert_is_state_of(found, rank):
     """Check a loaded state."""
     loaded, expected = unpack_blobs(packed_state(found[KEY], rank)), state(rank)
     assert torch.equal(loaded.pop("tensor"), expected.pop("tensor"))
@@ -48,34 +51,26 @@ def assert_is_state_of(found: dict[str, Any], rank: int) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """Return a file of five ranks."""
-    atomic_torch_save(checkpoint(), tmp_path / "a.ckpt")
+    atomic_torch_save(checkpoint(PACKED), tmp_path / "a.ckpt")
     return tmp_path / "a.ckpt"
 
 
-def place_in(path: Path, found: bytes) -> int:
-    """Return where these bytes are in the file; they are there once."""
-    data = path.read_bytes()
-    assert data.count(found) == 1
-    return data.index(found)
+def load(path, rank, num_ranks=NUM_RANKS):
+    """Load a file as a rank."""
+    return RankReader(rank=rank, num_ranks=num_ranks).load(path, verifies_all=rank == 0)
 
 
-def flip(path: Path, at: int) -> None:
-    """Change one byte."""
+def flip(path, found):
+    """Change one byte in the middle of these bytes, which are in the file once."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    assert data.count(found) == 1
+    data[data.index(found) + len(found) // 2] ^= 1
     path.write_bytes(data)
 
 
-def place_of_state(path: Path, rank: int) -> int:
-    """Return a place in the middle of the bytes of a rank."""
-    made = as_bytes(pack_blobs(state(rank)))
-    assert not isinstance(made, dict)
-    return place_in(path, made.data) + len(made.data) // 2
-
-
-def test_a_file_with_states_as_bytes_loads_and_has_each_state(path: Path) -> None:
+def test_a_file_with_states_as_bytes_loads_and_has_each_state(path):
     """The file is one of torch.save that loads safely, its schema is right, and each rank finds its state."""
     found = torch.load(path, weights_only=True)
     assert part_in(found, path) is not None
@@ -84,90 +79,81 @@ def test_a_file_with_states_as_bytes_loads_and_has_each_state(path: Path) -> Non
         assert_is_state_of(found, rank)
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_rank_reads_its_own_state_only(path: Path, rank: int) -> None:
-    """It has its state and all that is not of one rank, shared as it was; it has no state of another rank."""
-    found = RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0)
-    assert_is_state_of(found, rank)
-    weights = found["state_dict"]
-    assert weights["a"].tolist() == list(range(100))
-    assert weights["rows"].tolist() == list(range(10, 20))
-    assert weights["a"].data_ptr() == weights["tied"].data_ptr() == weights["rows"].data_ptr() - 40
-    other = 1 + rank % (NUM_RANKS - 1)
-    with pytest.raises(ValueError, match=f"The state of rank {other} was not read"):
-        packed_state(found[KEY], other)
+@pytest.mark.parametrize("error", [None, RuntimeError("unable to mmap 9 bytes: No such device (19)"), OSError(19, "")])
+def test_a_rank_reads_its_own_state_only(path, monkeypatch, error):
+    """It has its state and all that is not of one rank, shared as it was, also where files can't be mapped."""
+    original, was_refused = torch.load, []
 
+    def loaded(*arguments, mmap=None, **more):
+        if mmap and error is not None:
+            was_refused.append(True)
+            raise error
+        return original(*arguments, mmap=mmap, **more)
 
-def test_the_bytes_of_other_ranks_are_not_read(path: Path) -> None:
-    """A rank does not notice damage in another rank's bytes, which rank 0 finds before, and finds it in its own."""
-    flip(path, place_of_state(path, 3))
-    for rank in (1, 2, 4):
-        assert_is_state_of(RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False), rank)
-    with pytest.raises(DamagedCheckpointError, match="The state of rank 3 is damaged"):
-        RankReader(rank=3, num_ranks=NUM_RANKS).load(path, verifies_all=False)
-    with pytest.raises(DamagedCheckpointError, match="CRC32"):
-        RankReader(rank=0, num_ranks=NUM_RANKS).load(path, verifies_all=True)
-    with pytest.raises(DamagedCheckpointError, match="CRC32"):
-        verify_file(path)
-
-
-def test_each_rank_verifies_what_is_not_of_one_rank(path: Path) -> None:
-    """A changed byte in the weights is found on each rank."""
-    flip(path, place_in(path, bytes(torch.arange(100.0).untyped_storage())) + 200)
+    monkeypatch.setattr(torch, "load", loaded)
     for rank in range(NUM_RANKS):
-        with pytest.raises(DamagedCheckpointError, match="CRC32"):
-            RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=False)
+        found = load(path, rank)
+        assert_is_state_of(found, rank)
+        weights = found["state_dict"]
+        assert weights["a"].tolist() == list(range(100))
+        assert weights["rows"].tolist() == list(range(10, 20))
+        assert weights["a"].data_ptr() == weights["tied"].data_ptr() == weights["rows"].data_ptr() - 40
+        other = 1 + rank % (NUM_RANKS - 1)
+        if error is None:
+            with pytest.raises(ValueError, match=f"The state of rank {other} was not read"):
+                packed_state(found[KEY], other)
+    assert bool(was_refused) == (error is not None)
+
+
+def test_each_rank_verifies_what_it_reads(path, tmp_path):
+    """A rank finds damage in its own bytes and in those of all, and rank 0 finds all before; others' are not read."""
+    sound = path.read_bytes()
+    flip(path, PACKED[3].data)
+    for rank in (1, 2, 4):
+        assert_is_state_of(load(path, rank), rank)
+    assert "The state of rank 3 is damaged" in error_of(DamagedCheckpointError, lambda: load(path, 3))
+    assert "CRC32" in error_of(DamagedCheckpointError, lambda: load(path, 0))
+    assert "CRC32" in error_of(DamagedCheckpointError, lambda: verify_file(path))
+    assert "CRC32" in error_of(DamagedCheckpointError, lambda: load(path, 1, 2))
+    path.write_bytes(sound)
+    flip(path, bytes(torch.arange(100.0).untyped_storage()))
+    for rank in range(NUM_RANKS):
+        assert "CRC32" in error_of(DamagedCheckpointError, lambda rank=rank: load(path, rank))
+    # The checksum is that of the rank that made the bytes, so the network is covered, too.
+    changed = [*PACKED[:1], type(PACKED[1])(PACKED[1].data[:-1] + b"?", PACKED[1].crc32)]
+    atomic_torch_save(checkpoint(changed), path)
+    verify_file(path)
+    for rank in range(2):
+        said = error_of(DamagedCheckpointError, lambda rank=rank: load(path, rank, 2))
+        assert "The state of rank 1 is damaged" in said
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, NUM_RANKS + 1])
-def test_another_number_of_ranks_reads_all_states(path: Path, num_ranks: int) -> None:
-    """They are merged, so each rank needs all, verified."""
+def test_another_number_of_ranks_reads_all_states(path, num_ranks):
+    """They are merged, so each rank needs all."""
     for rank in {0, num_ranks - 1}:
-        found = RankReader(rank=rank, num_ranks=num_ranks).load(path, verifies_all=rank == 0)
         for other in range(NUM_RANKS):
-            assert_is_state_of(found, other)
-    flip(path, place_of_state(path, 3))
-    with pytest.raises(DamagedCheckpointError, match="CRC32"):
-        RankReader(rank=num_ranks - 1, num_ranks=num_ranks).load(path, verifies_all=False)
+            assert_is_state_of(load(path, rank, num_ranks), other)
 
 
-def test_a_state_changed_on_its_way_is_found(tmp_path: Path) -> None:
-    """The checksum is that of the rank that made the bytes, so the network is covered, too."""
-    made = as_bytes(pack_blobs(state(1)))
-    assert not isinstance(made, dict)
-    whole = checkpoint(2)
-    whole[KEY].update(joined([pack_blobs(state(0)), type(made)(made.data[:-1] + b"?", made.crc32)]))
-    atomic_torch_save(whole, tmp_path / "a.ckpt")
-    verify_file(tmp_path / "a.ckpt")
-    with pytest.raises(DamagedCheckpointError, match="The state of rank 1 is damaged"):
-        RankReader(rank=1, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=False)
-    with pytest.raises(DamagedCheckpointError, match="The state of rank 1 is damaged"):
-        RankReader(rank=0, num_ranks=2).load(tmp_path / "a.ckpt", verifies_all=True)  # so it takes an older one
-
-
-@pytest.mark.parametrize("error", [RuntimeError("unable to mmap 9 bytes: No such device (19)"), OSError(19, "")])
-def test_where_the_file_system_maps_no_files_all_is_read(
-    error: Exception, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state is the same."""
-    original, was_refused = torch.load, []
-
-    def load(*arguments: Any, mmap: bool | None = None, **more: Any) -> Any:
-        if mmap:
-            was_refused.append(True)
-            raise error
-        return original(*arguments, **more)
-
-    monkeypatch.setattr(torch, "load", load)
-    for rank in (0, 2):
-        assert_is_state_of(RankReader(rank=rank, num_ranks=NUM_RANKS).load(path, verifies_all=rank == 0), rank)
-    assert len(was_refused) == 2
-
-
-def test_a_state_that_would_not_load_stays_as_it_is() -> None:
+def test_a_state_that_would_not_load_stays_as_it_is():
     """It is not kept as bytes, so that whoever reads the file decides whether to unpickle it."""
     unsafe = pack_blobs({"mine": Path("/data")})
     assert as_bytes(unsafe) is unsafe
-    part = joined([pack_blobs(state(0)), unsafe, as_bytes(pack_blobs(state(2)))])
+    part = joined([PACKED[0], unsafe, PACKED[2]])
     assert packed_state(part, 1) is unsafe
     assert_is_state_of({KEY: part}, 2)
+
+
+def test_channel_that_was_closed_can_be_made_again(tmp_path):
+    """Two successive fits in the same processes each have a channel."""
+
+    def main(rank):
+        answers = []
+        for number in range(3):
+            channel = RankGroup(range(2), timedelta(seconds=10))
+            answers.append(channel.to_all("step", [number, rank]))
+            channel.close()
+        return answers
+
+    assert on_ranks(main, tmp_path) == [[[[number, 0], [number, 1]] for number in range(3)]] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import itertools
-import logging
 import os
 import re
 import time
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, begin_in_store, kept_paths
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, load_path, verify_path
 from lightning_faulttolerant.errors import (
@@ -42,23 +41,21 @@ def save_file(series, number, *, keep=False):
     return series.save({"number": number}, epoch=0, batch=number, global_step=number, keep=keep)
 
 
-_FAST = [
-    ("local", save_file),
-    ("local", save_objects),
-    ("memory", save_file),
-    ("memory", save_objects),
-    ("s3", save_file),
+SAVES = [save_file, save_objects]
+_SLOW = [("s3", save_objects), *itertools.product(sorted(EMULATORS), SAVES)]
+_CASES = [
+    *(
+        ("local", save_file),
+        ("local", save_objects),
+        ("memory", save_file),
+        ("memory", save_objects),
+        ("s3", save_file),
+    ),
+    *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]) for case in _SLOW),
 ]
-_SLOW = [("s3", save_objects), *itertools.product(sorted(EMULATORS), [save_file, save_objects])]
 
 
-@pytest.fixture(
-    params=[
-        *_FAST,
-        *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]) for case in _SLOW),
-    ],
-    ids=lambda case: f"{case[0]}-{case[1].__name__}",
-)
+@pytest.fixture(params=_CASES, ids=lambda case: f"{case[0]}-{case[1].__name__}")
 def case(request):
     """A kind of store, and a way to save."""
     return request.param
@@ -73,12 +70,9 @@ def save(case):
 @pytest.fixture
 def series(case, request, tmp_path):
     """A series of two, in each kind of store, in a directory that does not exist yet."""
-    place = case[0]
-    bucket = f"memory://{tmp_path.name}" if place == "memory" else str(tmp_path)
-    if place == "s3":
-        bucket = request.getfixturevalue("s3")
-    elif place in EMULATORS:
-        bucket = request.getfixturevalue("emulated")(place)
+    bucket = {"memory": f"memory://{tmp_path.name}", "local": str(tmp_path)}.get(case[0])
+    if bucket is None:
+        bucket = request.getfixturevalue("emulated")(case[0]) if case[0] != "s3" else request.getfixturevalue("s3")
     return AutosaveSeries(f"{bucket}/runs/run", keep_last=2)
 
 
@@ -100,27 +94,14 @@ def newest(series):
     return None if found is None else found[1]["number"]
 
 
-def flip(path):
-    """Change a bit of a file, without its store noticing."""
-    store, name = open_store(path.rpartition("/")[0]), path.rpartition("/")[2]
+def flip(path, name=None):
+    """Change a bit of an autosave, or of this file of it, without its store noticing."""
+    if name is None and not os.path.isfile(path):
+        name = next(iter(open_store(path).tree()), None)
+    path = path if name is None else open_store(path).path(name)
     data = bytearray(read(path))
     data[len(data) // 2] ^= 1
-    with store.writer(name) as file:
-        file.write(data)
-
-
-def files_of(path):
-    """Return the files of an autosave."""
-    return (
-        [path] if os.path.isfile(path) else [open_store(path).path(name) for name in open_store(path).tree()] or [path]
-    )
-
-
-def leftover(directory, *, host=HOST, process_id):
-    """Leave the temporary file of another process."""
-    name = f".autosave-00000009-epoch=0-batch=0.ckpt.tmp-{host}-{process_id}-0123456789abcdef"
-    write(str(directory), name, b"")
-    return name
+    write(*path.rsplit("/", 1), data)
 
 
 def test_newest_are_kept_and_loaded(series, save):
@@ -130,26 +111,16 @@ def test_newest_are_kept_and_loaded(series, save):
     saved = []
     for number in range(4):
         saved.append(save(series, number))
-        assert series.paths() == saved[-2:]
+        assert series.paths() == saved[-2:] == sorted(series.store.path(name) for name in series.store.names())
         assert newest(series) == number
         assert series.newest() == saved[-1]
-        assert sorted(series.store.path(name) for name in series.store.names()) == saved[-2:]
     assert verify_path(saved[-1]).has_checksums
     assert os.path.basename(saved[0]) == "autosave-00000001-epoch=0-batch=0.ckpt"
 
 
-@pytest.mark.parametrize("save", [save_file, save_objects])
-@pytest.mark.parametrize("keep_last", [1, 3])
-def test_save_keeps_the_newest(tmp_path, keep_last, save):
-    """As many as requested are kept."""
-    series = AutosaveSeries(tmp_path, keep_last=keep_last)
-    saved = [save(series, number) for number in range(5)]
-    assert series.paths() == saved[-keep_last:]
-
-
 def test_files_and_sets_are_one_series(anywhere):
     """A run that has saved files and now saves sets, or the reverse, continues from the newest of all."""
-    for number, save in enumerate([save_file, save_objects, save_file, save_objects]):
+    for number, save in enumerate(SAVES * 2):
         save(anywhere, number)
         assert newest(anywhere) == number
     assert len(anywhere.paths()) == 2
@@ -164,47 +135,33 @@ def test_order_is_that_of_the_numbers_not_of_the_letters(local):
     assert local.paths() == [str(second), third]
 
 
-FLIPS = [(save_file, None), *((save_objects, name) for name in (SHARD, METADATA_NAME, MANIFEST_NAME))]
-LOSSES = [(save_objects, f"-{name}") for name in (SHARD, METADATA_NAME)]
+DAMAGES = [
+    (save_file, flip),
+    *((save_objects, lambda path, name=name: flip(path, name)) for name in (SHARD, METADATA_NAME, MANIFEST_NAME)),
+    *((save_objects, lambda path, name=name: open_store(path).delete(name)) for name in (SHARD, METADATA_NAME)),
+]
 
 
-@pytest.mark.parametrize(("save", "what"), [*FLIPS, *LOSSES])
-def test_damaged_one_is_set_aside_and_the_one_before_taken(anywhere, save, what, caplog):
+@pytest.mark.parametrize(("save", "damage"), DAMAGES)
+def test_damaged_one_is_set_aside_and_the_one_before_taken(anywhere, save, damage, caplog):
     """A changed bit or a lost file is found at the next resume, and logged once; no number is given twice."""
     first, second = save(anywhere, 0), save(anywhere, 1)
-    if what is not None and what.startswith("-"):
-        open_store(second).delete(what[1:])
-    else:
-        flip(second if what is None else open_store(second).path(what))
-    with caplog.at_level(logging.WARNING):
-        assert newest(anywhere) == newest(anywhere) == 0
-    [message] = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
+    damage(second)
+    assert newest(anywhere) == newest(anywhere) == 0
+    [message] = [message for message in caplog.messages if "set aside" in message]
     assert second in message
     assert f"Used instead: {first}" in message
     assert anywhere.store.names() == [os.path.basename(first), f"{os.path.basename(second)}.damaged"]
-    third = save(AutosaveSeries(anywhere.directory), 2)
-    assert third > second
+    assert save(AutosaveSeries(anywhere.directory), 2) > second
     assert newest(anywhere) == 2
-
-
-def test_only_damaged_ones_are_an_error_until_they_are_set_aside(series, save):
-    """If no autosave verifies, the run does not silently start over, at the second try neither."""
-    paths = [save(series, number) for number in range(2)]
-    for path in paths:
-        flip(files_of(path)[0])
-    for _ in range(2):
-        said = error_of(NoValidCheckpointError, AutosaveSeries(series.directory).load_newest)
-        assert all(f"{path}.damaged" in said for path in paths)
-    assert series.set_aside("gone") is not None
-    assert newest(series) is None
 
 
 def test_keep_last_counts_those_that_verify(series, save):
     """An autosave of an earlier process that is damaged now does not count: the sound one before it stays."""
     paths = [save(series, number) for number in range(2)]
-    flip(files_of(paths[1])[0])
+    flip(paths[1])
     later = AutosaveSeries(series.directory, keep_last=2)
-    assert later.paths()[-1:] == [paths[1]]
+    assert later.paths() == paths
     last = save(later, 2)
     assert AutosaveSeries(series.directory).paths() == [paths[0], last]
 
@@ -225,47 +182,22 @@ def test_messages(local, tmp_path, caplog, snapshot):
     assert plain(text, DIR=tmp_path) == snapshot
 
 
-@pytest.mark.parametrize("save", [save_file, save_objects])
-def test_nothing_is_deleted_before_the_new_one_verifies(tmp_path, save):
-    """With keep_last=1 a verified autosave exists at each moment, even while the new one is read back."""
-    series, seen = AutosaveSeries(tmp_path / "run", keep_last=1), []
-
-    def look(step, carry_out):
-        seen.append([load_path(path)["number"] for path in AutosaveSeries(series.directory).paths()])
-        return carry_out()
-
-    save(series, 0)
-    with FaultyFiles(tmp_path, look, kind=("rename", "unlink", "rmdir")):
-        save(series, 1)
-    assert [0, 1] in seen
-    assert all(seen)
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_file_that_cannot_be_read_is_not_set_aside(local, monkeypatch, number):
-    """A missing permission is not damage: it is raised, and the file keeps its name; a bad disk is damage."""
-    first, path = save_file(local, 0), save_file(local, 1)
-    real = open
-
-    def refuse(file, *args, **options):
-        if str(file) == path:
-            raise OSError(number, os.strerror(number))
-        return real(file, *args, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    if number == errno.EACCES:
-        error_of(PermissionError, local.load_newest)
-        assert local.paths() == [first, path]
-    else:
-        assert AutosaveSeries(local.directory).load_newest() == (first, {"number": 0})
-
-
-def test_refusal_to_unpickle_is_no_damage(anywhere):
-    """A file that weights_only=True refuses is reported as such; it keeps its name, and no older one is used."""
+def test_what_is_no_damage_is_not_set_aside(anywhere, local, monkeypatch):
+    """A missing permission and a file that weights_only=True refuses are raised; no older autosave is used instead."""
     save_file(anywhere, 1)
     path = anywhere.save({"mine": argparse.Namespace()}, epoch=0, batch=2, global_step=2)
     assert "is not damaged" in error_of(UnsafeCheckpointError, anywhere.load_newest)
     assert anywhere.paths()[-1] == path
+    paths, real = [save_file(local, 0), save_file(local, 1)], open
+
+    def refuse(file, *args, **options):
+        if str(file) == paths[1]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(file, *args, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    error_of(PermissionError, local.load_newest)
+    assert local.paths() == paths
 
 
 FOREIGN = [
@@ -284,7 +216,7 @@ def test_files_of_others_are_never_touched(series, save):
         empty.mkdir()
     for number in range(4):
         path = save(series, number)
-    flip(files_of(path)[0])
+    flip(path)
     newest(series)
     series.set_aside("label")
     save(series, 4)
@@ -297,39 +229,40 @@ def test_files_of_others_are_never_touched(series, save):
 
 def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(anywhere):
     """A save cleans up after killed writers of this host, and of others if nothing has changed for an hour."""
-    write(str(anywhere.directory), "a", b"")
-    gone, living = (
-        leftover(anywhere.directory, process_id=dead_process_id()),
-        leftover(anywhere.directory, process_id=1),
-    )
-    elsewhere = leftover(anywhere.directory, host="elsewhere", process_id=1)
-    expected = {"a", living, elsewhere}
-    if not is_url(anywhere.directory):
-        long_still = Path(anywhere.directory, leftover(anywhere.directory, host="node7", process_id=1))
-        os.utime(long_still, (time.time() - 7200,) * 2)
+    owners = {"dead": (HOST, dead_process_id()), "living": (HOST, 1), "elsewhere": ("elsewhere", 1), "old": ("node", 1)}
+    names = {
+        owner: f".autosave-00000009-epoch=0-batch=0.ckpt.tmp-{host}-{process_id}-0123456789abcdef"
+        for owner, (host, process_id) in owners.items()
+    }
+    for name in ("a", *names.values()):
+        write(str(anywhere.directory), name, b"")
+    if is_url(anywhere.directory):
+        anywhere.store.delete(names["old"])
+    else:
+        os.utime(Path(anywhere.directory, names["old"]), (time.time() - 7200,) * 2)
     path = save_file(anywhere, 0)
-    assert gone not in anywhere.store.names()
-    assert set(anywhere.store.names()) == {*expected, os.path.basename(path)}
+    assert set(anywhere.store.names()) == {"a", names["living"], names["elsewhere"], os.path.basename(path)}
     anywhere.remove_all()
-    assert living in anywhere.store.names()
-    assert elsewhere not in anywhere.store.names()
+    assert set(anywhere.store.names()) == {"a", names["living"]}
 
 
 def test_set_aside_moves_everything_and_remove_all_removes_it(series, save):
     """Autosaves move together, the damaged ones too, and intact; numbering continues; at the end, nothing is left."""
     first, second = save(series, 0), save(series, 1)
-    flip(files_of(second)[0])
+    flip(second)
     aside = series.set_aside("other-origin")
     assert aside == series.store.path("superseded-0001-other-origin")
     assert newest(series) is None
-    assert load_path(open_store(aside).path(os.path.basename(first))) == {"number": 0}
+    assert load_path(open_store(aside).path(os.path.basename(first)))["number"] == 0
     assert open_store(aside).names() == [os.path.basename(path) for path in (first, second)]
     third = save(series, 2)
     assert "autosave-00000003-" in third
+    flip(third)
+    for _ in range(2):  # it does not silently start over, at the second try neither
+        assert f"{third}.damaged" in error_of(NoValidCheckpointError, AutosaveSeries(series.directory).load_newest)
     assert series.set_aside("b") == series.store.path("superseded-0002-b")
-    flip(files_of(save(series, 3))[0])
-    newest_error = error_of(NoValidCheckpointError, AutosaveSeries(series.directory).load_newest)
-    assert ".damaged" in newest_error
+    assert newest(series) is None
+    save(series, 3)
     series.remove_all()
     assert series.store.names() == []
     assert is_url(series.directory) or not os.path.exists(series.directory)
@@ -364,46 +297,20 @@ def test_kept_ones_are_not_pruned_and_outlive_the_run(series, save):
     series.remove_all()
     assert newest(series) is None
     assert sorted({name.split("/")[1] for name in series.store.tree()}) == kept
-    assert load_path(series.store.path(f"kept/{kept[2]}")) == {"number": 6}
+    assert load_path(series.store.path(f"kept/{kept[2]}"))["number"] == 6
     save(series, 5, keep=True)
     save(series, 0)
     series.remove_all()
     earlier = sorted({name.split("/")[0] for name in series.store.tree()})
     assert earlier == ["kept", "superseded-0001-earlier-run"]
-    assert "autosave-00000008" in save(series, 9)
-
-
-def test_kept_ones_are_set_aside_with_the_others(local):
-    """A run that leaves its autosaves for another checkpoint leaves the kept ones, too; only these stay at its end."""
-    for number in (1, 2, 3):
-        save_file(local, number, keep=number == 1)
-    aside = local.set_aside("discarded")
-    assert len(open_store(aside).names()) == 3
-    assert kept_paths(local.store) == []
-    save_file(local, 4)
-    local.remove_all()
-    assert local.store.tree() == ["superseded-0001-discarded/autosave-00000001-epoch=0-batch=1-kept.ckpt"]
+    assert "autosave-00000008" in save(series, 9, keep=True)
+    for number in (10, 11):
+        save(series, number)
+    assert len(open_store(series.set_aside("discarded")).names()) == 3  # the kept one, too
+    assert kept_paths(series.store) == []
 
 
 # Sets of shards, while they are written.
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_set_that_was_begun_never_counts(anywhere, num_before):
-    """It is not loaded, nor an error if it is the first; it says who writes it, and is gone after the next save."""
-    for number in range(num_before):
-        save_objects(anywhere, number)
-    begun = begin_objects(anywhere, 1)
-    assert newest(anywhere) == (0 if num_before else None)
-    if is_url(begun):
-        assert not read_manifest(begun).is_committed
-        assert "began it" in error_of(DamagedCheckpointError, lambda: verify_path(begun))
-    else:  # of a dead process
-        dead = begun.replace(f"-{os.getpid()}-", f"-{dead_process_id()}-")
-        os.rename(begun, dead)
-        begun = dead
-    assert save_objects(AutosaveSeries(anywhere.directory), 2) != begun
-    assert os.path.basename(begun) not in anywhere.store.names()
 
 
 def test_set_that_is_dropped_or_failed_is_gone(anywhere):
@@ -420,32 +327,22 @@ def test_set_that_is_dropped_or_failed_is_gone(anywhere):
     assert anywhere.store.names() == [os.path.basename(path)]
 
 
-def test_set_without_its_manifest_never_counts_in_a_store(remote_url):
-    """Objects without a manifest are those of a killed writer, or being deleted: unseen, and gone after a save."""
+def test_set_of_a_store_is_created_once_and_loads_from_a_copy(remote_url, local):
+    """The second of two that begin a set of one name is refused; the files of a set load from a disk, too."""
     series = AutosaveSeries(remote_url)
-    save_objects(series, 0)
-    url = save_objects(series, 1)
-    open_store(url).delete(MANIFEST_NAME)
-    later = AutosaveSeries(remote_url)
-    assert newest(later) == 0
-    assert len(later.paths()) == 1
-    assert not any(name.endswith(".damaged") for name in series.store.names())
-    error_of(DamagedCheckpointError, lambda: verify_path(url))
-    assert save_objects(later, 2) > url, "a number is not given twice"
-    assert os.path.basename(url) not in series.store.names()
+    url = save_objects(series, 0)
+    for name in open_store(url).tree():
+        write(f"{local.directory}/{os.path.basename(url)}", name, read(open_store(url).path(name)))
+    assert local.load_newest() == (*local.paths(), {"number": 0})
+    assert load_objects(local.newest())["number"] == 0
     name = "autosave-00000009-epoch=0-batch=0.ckpt"
     begin_in_store(series.store, name)
     error_of(FileExistsError, lambda: begin_in_store(series.store, name))
+    assert series.newest() == url, "a set that was begun counts"
+    assert save_objects(series, 1) > series.store.path(name), "a number is given twice"
 
 
-def test_copied_directory_is_a_set(remote_url, local):
-    """A set that was copied out of a store into a local directory loads."""
-    url = save_objects(AutosaveSeries(remote_url), 5)
-    for name in open_store(url).tree():
-        write(f"{local.directory}/{os.path.basename(url)}", name, read(open_store(url).path(name)))
-    [path] = local.paths()
-    assert local.load_newest() == (path, {"number": 5})
-    assert load_objects(path) == load_objects(url) == 5
+# Requests of a series to S3.
 
 
 def test_manifest_goes_first_and_is_copied_last(s3, monkeypatch):
@@ -455,37 +352,26 @@ def test_manifest_goes_first_and_is_copied_last(s3, monkeypatch):
     with requests_to_s3(monkeypatch) as requests:
         series.set_aside("label")
     steps = [(method, arguments["Key"].rpartition("/")[2]) for method, arguments in requests if "Key" in arguments]
+    changes = [step for step in steps if step[0] in ("copy_object", "delete_object")]
     names = [METADATA_NAME, SHARD, MANIFEST_NAME]
-    assert [name for method, name in steps if method == "copy_object"] == names
-    deleted = [name for method, name in steps if method == "delete_object"]
-    assert deleted[0] == MANIFEST_NAME
-    assert sorted(deleted) == sorted(names)
-    last_copy = max(number for number, (method, _) in enumerate(steps) if method == "copy_object")
-    assert last_copy < min(number for number, (method, _) in enumerate(steps) if method == "delete_object")
+    assert changes[:3] == [("copy_object", name) for name in names]
+    assert changes[3] == ("delete_object", MANIFEST_NAME)
+    assert sorted(changes[3:]) == sorted(("delete_object", name) for name in names)
 
 
-# Requests of a series to S3.
-
-
-def test_resume_reads_its_autosave_once(s3, monkeypatch):
-    """The file is transferred once to be verified and loaded, and the later ones not at all."""
-    series = AutosaveSeries(f"{s3}/run", keep_last=3)
-    saved = [save_file(series, number) for number in range(3)]
+def test_resume_reads_its_autosave_once_and_damaged_upload_keeps_it(s3, monkeypatch):
+    """The file is transferred once to be verified and loaded. None is deleted for one that does not arrive as sent."""
+    series = AutosaveSeries(f"{s3}/run", keep_last=2)
+    saved = [save_file(series, number) for number in range(2)]
     with requests_to_s3(monkeypatch) as requests:
-        assert series.load_newest() == (saved[-1], {"number": 2})
+        assert series.load_newest() == (saved[-1], {"number": 1})
     keys = [arguments["Key"] for method, arguments in requests if method == "get_object"]
     assert keys == [saved[-1].removeprefix(f"{s3}/")]
-
-
-def test_damaged_upload_keeps_what_is_there(s3, monkeypatch):
-    """An autosave that does not arrive as it was sent is an error at once, and no earlier one is deleted for it."""
-    series = AutosaveSeries(f"{s3}/run", keep_last=1)
-    first = save_file(series, 1)
     with requests_to_s3(monkeypatch, damaging(lambda data: data[:-1] + b"x")):
         assert "did not arrive as it was sent" in error_of(DamagedCheckpointError, lambda: save_file(series, 2))
-    assert series.paths() == [first]
+    assert series.paths() == saved
     assert newest(series) == 1
-    assert len(series.store.names()) == 2
+    assert len(series.store.names()) == 3
 
 
 @settings(database=None, max_examples=25)
@@ -495,9 +381,8 @@ def test_damaged_upload_keeps_what_is_there(s3, monkeypatch):
 )
 def test_newest_is_the_last_save_that_is_sound(tmp_path_factory, actions, keep_last):
     """After any sequence of saves and damage, the answer is the newest sound file that was kept."""
-    series = AutosaveSeries(tmp_path_factory.mktemp("series"), keep_last=keep_last)
-    kept = []
-    any_damaged_aside = False
+    series, any_damaged_aside = AutosaveSeries(tmp_path_factory.mktemp("series"), keep_last=keep_last), False
+    kept: list[tuple[str, bool]] = []
     for number, action in enumerate([*actions, "search"]):
         if action == "save":
             kept = [*kept, (save_file(series, number), True)][-keep_last:]

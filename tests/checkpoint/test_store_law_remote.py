@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
+import functools
 import os
 import signal
 import uuid
@@ -18,30 +18,22 @@ from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file
-from tests.checkpoint.writers import SHARD, content, load_objects, save_objects
+from tests.checkpoint.writers import SHARD, content, exit_code, load_objects, save_file, save_objects
 from tests.emulators import WARNING
 from tests.file_faults import FaultyURLs, fail_with, lose, write_short
 from tests.s3 import client
 
-FORK = multiprocessing.get_context("fork")
-_READS = frozenset({"GET", "HEAD"})
-
-
-def save_file(series, number):
-    """Save a file."""
-    return series.save(content(number), epoch=0, batch=number, global_step=number)
-
 
 def save_large(series, number):
     """Save a file of three parts."""
-    return series.save({**content(number), "more": torch.zeros(3_000_000)}, epoch=0, batch=number, global_step=number)
+    return save_file(series, number, more=torch.zeros(3_000_000))
 
 
 def newest(url):
     """Return the number of the autosave that a restart would use, whole."""
     path, checkpoint = AutosaveSeries(url).load_newest()
     if AutosaveSeries(path).store.tree():
-        return load_objects(path)
+        return load_objects(path)["number"]
     assert torch.equal(checkpoint["weights"], content(checkpoint["number"])["weights"])
     return checkpoint["number"]
 
@@ -61,9 +53,8 @@ ALL = [(save, number, 1) for save in (save_file, save_objects) for number in (er
 )
 def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, save, number, every):
     """Each error is raised; the old save loads, or the new one if it was published already; the next one succeeds."""
-    for saved in (1, 2, 3):
-        save(AutosaveSeries(url), saved)
-    before = 3
+    for before in (1, 2, 3):
+        save(AutosaveSeries(url), before)
     for at in range(1, 300, every):
         raised = None
         with FaultyURLs(fail_with(number), at=at) as files:
@@ -85,7 +76,7 @@ def test_an_error_at_any_step_is_raised_and_keeps_what_is_there(url, save, numbe
         before = newest(url) + 1
         save(AutosaveSeries(url), before)
         assert newest(url) == before
-    assert 10 < at < 299
+    assert at > 10
     assert {"open", "write", "close", "rename" if save is save_file else "unlink"} <= {s.kind for s in files.steps}
 
 
@@ -101,28 +92,22 @@ def test_nothing_is_left_of_an_upload_that_fails(url, fault, kind):
     atomic_torch_save(content(1), f"{url}/a.ckpt")
     with FaultyURLs(fault, kind=kind), pytest.raises(OSError, match=r".+"):
         atomic_torch_save(content(2), f"{url}/a.ckpt")
-    fs = fsspec.filesystem("faulty")
-    names = [path.rpartition("/")[2] for path in fs.find(url.removeprefix("faulty:/"))]
+    names = [path.rpartition("/")[2] for path in fsspec.filesystem("faulty").find(url.removeprefix("faulty:/"))]
     assert names == ["a.ckpt"]
     assert load_file(f"{url}/a.ckpt")["number"] == 1
-
-
-def test_lost_move_is_noticed(url):
-    """A move that is reported as done and is not is an error."""
-    save_file(AutosaveSeries(url), 1)
+    save_file(AutosaveSeries(f"{url}/run"), 1)
     with FaultyURLs(lose, kind="rename"), pytest.raises(OSError, match=r".+"):
-        save_file(AutosaveSeries(url), 2)
-    assert newest(url) == 1
+        save_file(AutosaveSeries(f"{url}/run"), 2)
+    assert newest(f"{url}/run") == 1
 
 
 def _save_and_be_killed(url, number, save, at):
     """Save in this process, which is killed before the request `at` of those that change the store."""
-    num_changes = 0
-    real = aiohttp.ClientSession._request
+    num_changes, real = 0, aiohttp.ClientSession._request
 
     async def request(self, method, *args, **arguments):
         nonlocal num_changes
-        num_changes += method not in _READS
+        num_changes += method not in ("GET", "HEAD")
         if num_changes == at:
             os.kill(os.getpid(), signal.SIGKILL)
         return await real(self, method, *args, **arguments)
@@ -131,33 +116,27 @@ def _save_and_be_killed(url, number, save, at):
     save(AutosaveSeries(url), number)
 
 
-SLOW = [pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]
+_STORES = [(store, save, 1) for store in ("s3", "azurite", "fake-gcs-server") for save in (save_objects, save_file)]
+_SLOW = [pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]
 
 
 @pytest.mark.parametrize(
     ("store", "save", "every"),
     [
-        ("s3", save_large, 3),
-        ("s3", save_objects, 4),
-        *(
-            pytest.param(store, save, 1, marks=SLOW)
-            for store in ("s3", "azurite", "fake-gcs-server")
-            for save in (save_objects, save_file)
-        ),
-        pytest.param("s3", save_large, 1, marks=SLOW),
+        *(("s3", save_large, 3), ("s3", save_objects, 4)),
+        *(pytest.param(*row, marks=_SLOW) for row in [*_STORES, ("s3", save_large, 1)]),
     ],
 )
 def test_killed_before_a_request_that_changes_the_store(request, s3_endpoint, small_parts, store, save, every):
     """The old save or the one in flight loads, parts that were sent are dropped, and the next save leaves no rest."""
     bucket = request.getfixturevalue("s3") if store == "s3" else request.getfixturevalue("emulated")(store)
     url = f"{bucket}/run"
-    for number in (1, 2):
-        save(AutosaveSeries(url), number)
-    last, committed, num_orphans = 2, [], 0
+    for last in (1, 2):
+        save(AutosaveSeries(url), last)
+    committed, num_orphans = [], 0
     for at in range(1, 100, every):
-        process = FORK.Process(target=_save_and_be_killed, args=(url, last + 1, save, at))
-        process.start()
-        process.join()
+        code = exit_code(functools.partial(_save_and_be_killed, url, last + 1, save, at))
+        assert code in (0, -signal.SIGKILL)
         series = AutosaveSeries(url)
         if store == "s3":
             plain, name = client(s3_endpoint), bucket.removeprefix("s3://")
@@ -170,13 +149,12 @@ def test_killed_before_a_request_that_changes_the_store(request, s3_endpoint, sm
         paths = [*series.paths()[-1:], save(series, found + 1)]
         last = found + 1
         assert newest(url) == last
-        names = {path.rpartition("/")[2] for path in paths}
         inner = [f"/{name}" for name in (SHARD, MANIFEST_NAME, METADATA_NAME)] if save is save_objects else [""]
+        names = {path.rpartition("/")[2] for path in paths}
         assert series.store.tree() == sorted(name + suffix for name in names for suffix in inner)
-        if process.exitcode == 0:
+        if code == 0:
             break
-        assert process.exitcode == -signal.SIGKILL
-    assert process.exitcode == 0
+    assert code == 0
     assert committed == sorted(committed), "an autosave counted that was not complete, or no longer counted"
     assert (num_orphans > 0) == (save is save_large)
     # Shards: the name is reserved, two files and the manifest are sent, and the oldest autosave's three are deleted.

@@ -6,7 +6,6 @@ import grp
 import os
 import pwd
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,150 +14,125 @@ from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from tests.processes import in_child
 
 SOMEBODY = 12345
+PLACES = ["run/file", "run", "."]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
+def directory():
     """A directory of this user's below /tmp, which is sticky, with a subdirectory that holds a file."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        os.chmod(path, 0o755)
-        run = Path(path) / "run"
-        run.mkdir(mode=0o755)
-        (run / "file").write_text("")
-        os.chmod(run / "file", 0o644)
-        yield Path(path)
+        root = Path(path).resolve()
+        (root / "run").mkdir()
+        (root / "run" / "file").write_text("")
+        for place, mode in ((".", 0o755), ("run", 0o755), ("run/file", 0o644)):
+            os.chmod(root / place, mode)
+        yield root
 
 
-def _group_of(monkeypatch: pytest.MonkeyPatch, *members: str) -> None:
-    """Let every group be one with the user's name, with these members."""
-    user = pwd.getpwuid(os.geteuid())
-    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group((user.pw_name, "x", number, list(members))))
-    monkeypatch.setattr(pwd, "getpwall", lambda: [user])
+def _link(directory, *, through):
+    for name in ("opened", "shared"):
+        (directory / name).mkdir()
+    os.chmod(directory / "opened", 0o777)
+    os.chmod(directory / "shared", 0o1777)
+    links = {"link": "run", "opened/link": "../run", "again": "opened/link", "one": "two", "two": "one"}
+    for name, target in {**links, "shared/link": "../run"}.items():
+        (directory / name).symlink_to(target)
+    if os.geteuid() == 0:
+        os.lchown(directory / "shared/link", SOMEBODY, 0)
+    return directory / through / "file"
 
 
-def reason(place: Path) -> str:
-    """Return why a place is not trusted."""
-    found = why_not_trusted(place)
-    assert found is not None
-    return found
+def _mode(mode, place):
+    return lambda directory: os.chmod(directory / place, mode)
 
 
-def test_what_only_the_user_writes_to_is_trusted(directory: Path) -> None:
-    """A file, its directory, and a sticky directory far above are trusted."""
-    assert why_not_trusted(directory / "run" / "file") is None
-    assert why_not_trusted(directory / "run") is None
-    assert why_not_trusted(f"file://{directory}/run/file") is None
+def _enclosed(directory):
+    os.chmod(directory, 0o700)
+    os.chmod(directory / "run", 0o777)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o757, 0o722])
-@pytest.mark.parametrize("place", ["run/file", "run", "."])
-def test_what_everybody_writes_to_is_not(directory: Path, place: str, mode: int) -> None:
-    """Neither the file, nor its directory, nor one above may be open to all; the place and its mode are named."""
-    os.chmod(directory / place, mode)
-    assert f"{(directory / place).resolve()} is writable by everybody (mode 0{mode:o})" == reason(
-        directory / "run" / "file"
-    )
+# What is done, the reason, "" for none, which begins with a place, and the file, if it is another one.
+PLACED = {
+    "nobody else writes": (lambda directory: None, ""),
+    **{
+        f"everybody writes to {place} of mode {mode:o}": (
+            _mode(mode, place),
+            f"DIR/{place} is writable by everybody (mode 0{mode:o})",
+        )
+        for place in PLACES
+        for mode in (0o777, 0o757, 0o722)
+    },
+    "a sticky directory may not hold the file itself": (_mode(0o1777, "run"), "DIR/run is writable by everybody"),
+    "nobody else enters a directory above": (_enclosed, ""),
+    "a link": (lambda directory: _link(directory, through="link"), ""),
+    "a link in an open directory": (lambda directory: _link(directory, through="opened/link"), "DIR/opened is"),
+    "a link to that": (lambda directory: _link(directory, through="again"), "DIR/opened is"),
+    "links in a circle": (
+        lambda directory: _link(directory, through="one"),
+        "the permissions of DIR/one/file can't be read",
+    ),
+    "nothing": (lambda directory: directory / "nothing", "the permissions of DIR/nothing can't be read"),
+    "a store": (lambda directory: "s3://bucket/run/file", "s3://bucket/run/file is in a store"),
+    "a URL of a file": (lambda directory: f"file://{directory}/run/file", ""),
+}
+OF_OTHERS = {
+    **{
+        place: (lambda directory, place=place: os.chown(directory / place, SOMEBODY, 0), f"DIR/{place} belongs to")
+        for place in PLACES
+    },
+    "a link": (lambda directory: _link(directory, through="shared/link"), "DIR/shared/link belongs to the user 12345"),
+}
+CASES = [
+    *(pytest.param(*case, id=name) for name, case in PLACED.items()),
+    *(pytest.param(*case, id=f"{name} of somebody else", marks=needs_root) for name, case in OF_OTHERS.items()),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), CASES)
+def test_who_else_could_have_written_it(directory, change, reason):
+    """Neither the file, nor its directory, nor one above may be open to others; the place and its mode are named."""
+    found = why_not_trusted(change(directory) or directory / "run" / "file")
+    assert (found is None) == (not reason)
+    assert (found or "").startswith(reason.replace("/.", "").replace("DIR", str(directory)))
 
 
 GROUPS = {
-    "others": (["somebody"], None, True),
-    "the user's own, as on systems where a umask of 002 is usual": ([], None, False),
+    "others": (["somebody"], b"", True),
+    "the user's own, as on systems where a umask of 002 is usual": ([], b"", False),
     "the user's own, with an access list that gives rights to others": ([], b"a list", True),
 }
 
 
 @pytest.mark.parametrize(("members", "access_list", "is_refused"), GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("place", ["run/file", "run", "."])
+@pytest.mark.parametrize("place", PLACES)
 def test_what_a_group_writes_to(directory, monkeypatch, place, members, access_list, is_refused):
     """A group with other members counts as others; the user's own does not, unless its rights are those of a list."""
     os.chmod(directory / place, 0o775)
-    _group_of(monkeypatch, *members)
-    monkeypatch.setattr(os, "getxattr", lambda place, name: access_list or b"")
+    user = pwd.getpwuid(os.geteuid())
+    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group((user.pw_name, "x", number, members)))
+    monkeypatch.setattr(pwd, "getpwall", lambda: [user])
+    monkeypatch.setattr(os, "getxattr", lambda place, name: access_list)
 
     def main():  # what a process knows of groups, it keeps
         found = why_not_trusted(directory / "run" / "file")
-        assert (found is not None and "is writable by its group" in found) == is_refused
-        assert is_refused or found is None
+        assert ("is writable by its group" in found) if is_refused else found is None
 
     assert in_child(main) == 0
 
 
 @needs_root
-@pytest.mark.parametrize("place", ["run/file", "run", "."])
-def test_what_belongs_to_somebody_else_is_not(directory: Path, place: str) -> None:
-    """Its owner could write to it, whatever its current mode is."""
-    os.chown(directory / place, SOMEBODY, 0)
-    assert reason(directory / "run" / "file") == f"{(directory / place).resolve()} belongs to the user {SOMEBODY}"
-
-
-def test_a_sticky_directory_may_not_hold_the_file_itself(directory: Path) -> None:
-    """Others can't replace a file in it, but can put one of their own there before us."""
-    os.chmod(directory / "run", 0o1777)
-    assert "is writable by everybody" in reason(directory / "run" / "file")
-
-
-def test_below_a_directory_that_nobody_else_enters_all_is_trusted(directory: Path) -> None:
-    """An example is a home directory of mode 0700 with a umask of 002."""
-    os.chmod(directory, 0o700)
-    os.chmod(directory / "run", 0o777)
-    assert why_not_trusted(directory / "run" / "file") is None
-
-
-def test_a_link_is_followed(directory: Path) -> None:
-    """The link's target counts, and each directory on the way there."""
-    opened = directory / "opened"
-    opened.mkdir()
-    os.chmod(opened, 0o777)
-    (directory / "link").symlink_to("run")
-    assert why_not_trusted(directory / "link" / "file") is None
-    (opened / "link").symlink_to("../run")
-    assert str(opened) in reason(opened / "link" / "file")
-    (directory / "again").symlink_to(opened / "link")
-    assert str(opened) in reason(directory / "again" / "file")
-
-
-@needs_root
-def test_a_link_of_somebody_else_is_not_trusted(directory: Path) -> None:
-    """In a sticky directory, others may put a link in our way."""
-    shared = directory / "shared"
-    shared.mkdir()
-    os.chmod(shared, 0o1777)
-    (shared / "link").symlink_to(directory / "run")
-    os.lchown(shared / "link", SOMEBODY, 0)
-    assert reason(shared / "link" / "file") == f"{shared.resolve()}/link belongs to the user {SOMEBODY}"
-
-
-def test_links_in_a_circle_end(directory: Path) -> None:
-    """A circle of links does not cause an endless wait."""
-    (directory / "one").symlink_to("two")
-    (directory / "two").symlink_to("one")
-    assert "can't be read" in reason(directory / "one" / "file")
-
-
-def test_what_is_not_there_or_in_a_store_is_not_trusted(directory: Path) -> None:
-    """A missing file, or one in a store, is not trusted, as it is unknown who may write to it."""
-    assert "can't be read" in reason(directory / "nothing")
-    assert "is in a store" in str(why_not_trusted("s3://bucket/run/file"))
-
-
-@needs_root
-def test_another_user_trusts_his_own_and_roots(directory: Path) -> None:
+def test_another_user_trusts_his_own_and_roots(directory):
     """The rule is that of the running user: all trust root's files, and each user trusts its own."""
-    file = directory / "run" / "file"
 
-    def trusts() -> bool:
-        def main() -> None:
-            os.setgroups([])
-            os.setegid(SOMEBODY)
-            os.seteuid(SOMEBODY)
-            assert why_not_trusted(file) is None
+    def main():
+        os.setgroups([])
+        os.setegid(SOMEBODY)
+        os.seteuid(SOMEBODY)
+        assert why_not_trusted(directory / "run" / "file") is None
 
-        return in_child(main) == 0
-
-    assert trusts()
-    os.chown(file, SOMEBODY, SOMEBODY)
-    assert trusts()
-    assert reason(file).endswith(f"belongs to the user {SOMEBODY}")
-    os.chown(file, SOMEBODY + 1, SOMEBODY)
-    assert not trusts()
+    trusted = []
+    for owner in (0, SOMEBODY, SOMEBODY + 1):
+        os.chown(directory / "run" / "file", owner, SOMEBODY)
+        trusted.append(in_child(main) == 0)
+    assert trusted == [True, True, False]

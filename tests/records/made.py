@@ -16,19 +16,14 @@ class Story:
     """Writes the lines of a run with a clock that advances on request."""
 
     def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
+        self.now = self.did_last = now
         self.lines: list[Line] = []
         self.fit = 1
-        self.batch = 0
-        self.num_autosaves = 0
-        self.num_processes = 0
+        self.batch = self.evaluated = self.num_autosaves = self.num_processes = 0
         self.function = "fit"
-        self.evaluated = 0
         self.inside: dict[str, Any] | None = None
-        self.waited = 0.0
-        self.seconds_evaluated = 0.0
+        self.waited = self.seconds_evaluated = 0.0
         self.seconds_of_data: float | None = None
-        self.did_last = self.now
 
     def wait(self, seconds: float) -> Story:
         """Let time pass."""
@@ -53,11 +48,10 @@ class Story:
         self.num_processes += not same
         self.fit, self.function, self.inside = fit, function, None
         self.seconds_of_data = None
-        token = f"process-{self.num_processes}"
-        began = self.now - since
         more: dict[str, Any] = {} if function == "fit" else {"function": function}
         more |= {} if hang is None else {"hang": {"since": hang[0], "until": hang[1]}}
-        return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began, **more)
+        process = {"process": f"process-{self.num_processes}", "pid": self.num_processes, "host": "here"}
+        return self._add(BEGIN, **process, process_began=self.now - since, **more)
 
     def start(
         self,
@@ -68,16 +62,16 @@ class Story:
         continues: bool = True,
         evaluated: int | None = None,
     ) -> Story:
-        """Let the fit start, at a batch, resumed from an autosave within a number of seconds.
+        """Let the fit start, at a batch, resumed from an autosave (the newest by default) within a number of seconds.
 
         With `evaluated`, this many batches of the evaluation, or of the validation run after that batch, are done.
         """
         self.batch, self.evaluated = batch, evaluated or 0
-        told = None
+        told: dict[str, Any] | None = None
         if resumed is not None:
-            path = f"/runs/run/fit-{self.fit}/{name}"
+            path = f"/runs/run/fit-{self.fit}/{name or self.newest}"
             told = {"path": path, "position": "somewhere", "seconds": resumed, "restored": ["weights"]}
-            told = {**told, "not_exact": [], "notes": []}
+            told |= {"not_exact": [], "notes": []}
         place = self.place if evaluated is None else {**self.place, "num_validated": evaluated}
         return self._add(START, **place, num_ranks=1, continues=continues and told is not None, resumed=told)
 
@@ -102,9 +96,7 @@ class Story:
             self._add(VALIDATION, **self.place, **run, **done, seconds=self.now - run["since"] - self.waited)
         return self
 
-    def autosave(
-        self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100, slow: list[Any] | None = None
-    ) -> Story:
+    def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100, **more: Any) -> Story:
         """Let training wait for an autosave, or write it in the background for a number of seconds more."""
         taken, place = self.now, self.place
         self.wait(seconds + written_in)
@@ -115,16 +107,15 @@ class Story:
             self.seconds_evaluated += written_in
         self.num_autosaves += 1
         waited = {"taken": taken, "seconds": seconds, "behind": written_in > 0, "bytes": num_bytes}
-        more = {} if slow is None else {"slow": slow}
-        return self._add(AUTOSAVE, **place, **waited, **more, name=self.newest)
+        return self._add(AUTOSAVE, **{**place, **waited, "name": self.newest, **more})
 
     def alive(self) -> Story:
         """Leave a sign of life."""
         return self._add(ALIVE, **self.place)
 
-    def end(self, reason: str = "finished") -> Story:
+    def end(self, reason: str = "finished", *, saved: dict[str, Any] | None = None) -> Story:
         """End the fit."""
-        return self._add(END, **self.place, reason=reason, text="", saved=None)
+        return self._add(END, **self.place, reason=reason, text="", saved=saved)
 
     def done(self) -> Story:
         """End the script."""
@@ -158,33 +149,46 @@ class Story:
 lengths = st.integers(0, 50).map(float)
 
 
-Saved = tuple[str, int, int | None]
-"""The name of an autosave, its batch, and its batch in a validation run or an evaluation."""
-
-
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
     """Return a run of several processes: killed, stopped, or finished, resumed from an autosave or begun again."""
     story = Story()
-    saved: dict[int, list[Saved]] = {}
+    # Of each fit: the name of an autosave, its batch, and its batch in a validation run or an evaluation.
+    saved: dict[int, list[tuple[str, int, int | None]]] = {}
     finished = 0
     functions = {1: draw(st.sampled_from(["fit", "fit", "test"])), 2: draw(st.sampled_from(["fit", "predict"]))}
+
+    def save(fit: int, written_in: float = 0.0) -> None:
+        place = story.batch, story.place.get("num_validated")
+        story.autosave(seconds=draw(lengths), written_in=written_in)
+        saved[fit].append((story.newest, *place))
+
     for number in range(draw(st.integers(1, 4))):
-        if number:
-            story.wait(draw(lengths))
-        since = draw(lengths)
-        hang = _hang(draw, story) if number and draw(st.booleans()) else None
+        story.wait(draw(lengths) if number else 0)
+        since, hang = draw(lengths), None
+        if number and draw(st.booleans()):  # it hung after all that it did, but its end
+            hung = min(story.did_last + draw(lengths), story.now)
+            hang = (hung, min(hung + draw(lengths), story.now))
         story.wait(since)
         for fit in range(1, draw(st.integers(1, 2)) + 1):
-            function = functions[fit]
-            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=function, hang=hang)
+            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=functions[fit], hang=hang)
             if draw(st.integers(0, 5)) == 0:
                 break  # killed before its first batch
-            _start(draw, story, saved.get(fit, []))
+            _start(draw, story, saved.setdefault(fit, []))
             if fit <= finished:
                 story.end()
                 continue
-            _train(draw, story, saved.setdefault(fit, []))
+            for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive", "validate"]), max_size=12)):
+                if step == "train" and story.function == "fit" and story.inside is None:
+                    story.train(draw(lengths), draw(st.integers(1, 120)))
+                    if draw(st.booleans()):
+                        story.data(draw(lengths))
+                elif step in ("train", "validate"):
+                    story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), ends=draw(st.booleans()))
+                elif step == "alive":
+                    story.alive()
+                else:
+                    save(fit, draw(lengths) if step == "behind" else 0.0)
             how = draw(st.sampled_from(["killed", "stopped", "finished"]))
             if how == "stopped":
                 story.end("stopped by SIGTERM")
@@ -193,9 +197,8 @@ def stories(draw: st.DrawFn) -> Story:
             finished = fit
             if story.inside is not None:
                 story.validate(draw(lengths) + 1)
-            story.autosave(seconds=draw(lengths)).end()
-            saved[fit].append((story.newest, story.batch, story.place.get("num_validated")))
-            story.wait(draw(lengths))
+            save(fit)
+            story.end().wait(draw(lengths))
         else:
             if draw(st.booleans()):
                 story.done()
@@ -203,13 +206,7 @@ def stories(draw: st.DrawFn) -> Story:
     return story
 
 
-def _hang(draw: Any, story: Story) -> tuple[float, float]:
-    """Return when the last process hung: after all that it did, but its end."""
-    since = min(story.did_last + draw(lengths), story.now)
-    return since, min(since + draw(lengths), story.now)
-
-
-def _start(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
+def _start(draw: st.DrawFn, story: Story, saved: list[tuple[str, int, int | None]]) -> None:
     restored = draw(lengths)
     story.wait(draw(lengths) + restored)
     if not saved or draw(st.integers(0, 7)) == 0:
@@ -217,25 +214,6 @@ def _start(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
         return
     name, batch, evaluated = saved[-1] if draw(st.booleans()) else draw(st.sampled_from(saved))
     is_known = draw(st.integers(0, 5)) > 0
-    name = name if is_known else "hpc_ckpt_1.ckpt"
-    story.start(resumed=restored, name=name, batch=batch, evaluated=evaluated)
+    story.start(resumed=restored, name=name if is_known else "hpc_ckpt_1.ckpt", batch=batch, evaluated=evaluated)
     if evaluated is not None and story.function == "fit":
         story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), first=evaluated, ends=draw(st.booleans()))
-
-
-def _train(draw: st.DrawFn, story: Story, saved: list[Saved]) -> None:
-    for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive", "validate"]), max_size=12)):
-        if step == "train" and story.function == "fit" and story.inside is None:
-            story.train(draw(lengths), draw(st.integers(1, 120)))
-            if draw(st.booleans()):
-                story.data(draw(lengths))
-        elif step in ("train", "validate"):
-            story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), ends=draw(st.booleans()))
-        elif step == "alive":
-            story.alive()
-        else:
-            saved.append(
-                (f"autosave-{story.num_autosaves + 1:08d}.ckpt", story.batch, story.place.get("num_validated"))
-            )
-            written_in = draw(lengths) if step == "behind" else 0.0
-            story.autosave(seconds=draw(lengths), written_in=written_in)
