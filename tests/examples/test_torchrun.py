@@ -21,7 +21,7 @@ def run(directory: Path, *arguments: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     words = [*command, str(TRAIN), *arguments]
-    # Forked, and so are the ranks; tests/law/test_launchers.py starts torchrun as a shell does.
+    # Forked, and so are the ranks; tests/laws/test_launchers.py starts torchrun as a shell does.
     asked = python.Command(words=words, directory=str(directory), environment=environment)
     exit_code, output = python.run(asked, scratch=directory.with_name(f"{directory.name}-scratch"))
     assert exit_code == 0, output

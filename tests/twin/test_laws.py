@@ -18,7 +18,7 @@ LAWS = [
     "law.test_loaders.test_shuffled",
     "law.test_lightning_callbacks.test_lambda_callback",
     "law.test_faults.test_stop_signal_costs_no_batch",
-    "law.test_evaluations.test_a_whole_script",
+    "laws.test_evaluation.test_script_of_several_functions",
     "law.test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
 ]
 SLOW = [

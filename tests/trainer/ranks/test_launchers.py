@@ -57,7 +57,7 @@ class Launched:
         self.output = directory / "output.txt"
         root = Path(__file__).parents[3]
         own = {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
-        # Forked, and so are the ranks; tests/law/test_launchers.py starts each launcher as a shell does.
+        # Forked, and so are the ranks; tests/laws/test_launchers.py starts each launcher as a shell does.
         words = [sys.executable, *command, "train.py"]
         asked = python.Command(words=words, directory=str(directory), environment={**os.environ, **own})
         self.process = python.Popen(asked, output=self.output, mark=directory / "open")
