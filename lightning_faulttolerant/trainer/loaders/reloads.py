@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -27,6 +28,25 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 
 _PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Request:
+    """A request of the loaders of a stage, while it lasts.
+
+    Args:
+        stage: The stage.
+        repeated: The request of an earlier process that this one repeats.
+        changes: The changes to the objects until then.
+        num_asked: The number of loaders so far.
+        before: What a repeated request has changed: the values before, the last ones last.
+    """
+
+    stage: str
+    repeated: Mapping[str, Any] | None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    num_asked: int = 0
+    before: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 class Reloads:
@@ -53,16 +73,12 @@ class Reloads:
         self._inputs = _Inputs(trainer, held or HeldGenerators({}))
         self._roots, self._roots_of_loaders, self._rules = roots, roots_of_loaders, rules
         self._state: ObjectState | None = None
-        self._num_asked = 0
-        self._changes: Mapping[str, Any] = {}
-        self._stage: str | None = None
-        self._repeated: Mapping[str, Any] | None = None
+        self._request: _Request | None = None
         self._to_repeat: dict[str, Mapping[str, Any]] = {}
         self.last: dict[str, Mapping[str, Any]] = {}
         """The last request of each stage, in their order: the trainer's values then, and the changes to the objects."""
         self.changed: dict[str, set[str]] = {}
         """The parts of objects that a repeated request would change, by path."""
-        self._before: list[Mapping[str, Any]] = []
 
     @property
     def _every(self) -> int:
@@ -78,61 +94,54 @@ class Reloads:
         is_in_order = stage == TRAIN and self._every > 0
         if is_in_order and next(iter(self._to_repeat), TRAIN) == VALIDATION:
             compat.set_up_validation(self._trainer)
-        self._stage, self._num_asked = stage, 0
-        self._repeated = self._to_repeat.pop(stage, None)
+        request = self._request = _Request(stage=stage, repeated=self._to_repeat.pop(stage, None))
         if self._every > 0 or compat.finders(self._trainer):
-            self._begin(stage)
+            self._begin(request)
         try:
-            with self._inputs.as_in(self._repeated):
+            with self._inputs.as_in(request.repeated):
                 yield
         finally:
-            self._stage = None
-            while self._state is not None and self._before:
-                self._state.load_state_dict(self._before.pop())
+            self._request = None
+            while self._state is not None and request.before:
+                self._state.load_state_dict(request.before.pop())
         if is_in_order and VALIDATION in self._to_repeat:
             compat.set_up_validation(self._trainer)
 
-    def _begin(self, stage: str) -> None:
+    def _begin(self, request: _Request) -> None:
         if self._state is None:
             self._state = ObjectState(self._roots(), self._rules())
-        if self._repeated is not None:
-            self._changes = self._repeated["objects"]
-            if self._changes:
-                self._load(self._changes)
-            self._note_changed()
-            return
-        if compat.are_due(self._trainer, for_training=stage == TRAIN):
+        if request.repeated is not None:
+            request.changes = request.repeated["objects"]
+            self._load(request, request.changes)
+        elif compat.are_due(self._trainer, for_training=request.stage == TRAIN):
             changes = self._state.state_dict()
-            self._changes = changes if changes[NODES] else {}
-            self._note_changed()
-
-    def _note_changed(self) -> None:
-        for path, content in self._changes.get(NODES, {}).items():
+            request.changes = changes if changes[NODES] else {}
+        for path, content in request.changes.get(NODES, {}).items():
             self.changed.setdefault(path, set()).update(parts_of(content))
 
     def follow(self, loader: object) -> object:
         """Follow the objects of a requested loader, too, and return the loader."""
-        stage = self._stage
-        if stage is None:
+        request = self._request
+        if request is None:
             return loader
-        if self._num_asked == 0:
+        if request.num_asked == 0:
             inputs = self._inputs.noted()
-            self.last.pop(stage, None)
-            is_hook_asked = compat.is_hook_asked(self._trainer, for_training=stage == TRAIN)
+            self.last.pop(request.stage, None)
+            is_hook_asked = compat.is_hook_asked(self._trainer, for_training=request.stage == TRAIN)
             inputs = inputs if is_hook_asked else {"trainer": {}}
-            self.last[stage] = {"objects": self._changes, **inputs}
-        place = f"{stage}/{self._num_asked}"
-        self._num_asked += 1
+            self.last[request.stage] = {"objects": request.changes, **inputs}
+        place = f"{request.stage}/{request.num_asked}"
+        request.num_asked += 1
         if self._state is not None:
             self._state.add(self._roots_of_loaders({place: loader}))
-            if self._repeated is not None and self._changes:
-                nodes = {path: node for path, node in self._changes[NODES].items() if path.startswith(f"{place}.")}
-                self._load({**self._changes, NODES: nodes})
+            if request.repeated is not None and request.changes:
+                nodes = {path: one for path, one in request.changes[NODES].items() if path.startswith(f"{place}.")}
+                self._load(request, {**request.changes, NODES: nodes})
         return loader
 
-    def _load(self, changes: Mapping[str, Any]) -> None:
-        if self._state is not None and changes[NODES]:
-            self._before.append(self._state.values_of(changes))
+    def _load(self, request: _Request, changes: Mapping[str, Any]) -> None:
+        if self._state is not None and changes.get(NODES):
+            request.before.append(self._state.values_of(changes))
             self._state.load_state_dict(changes)  # missing parts are reported when everything is restored
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
