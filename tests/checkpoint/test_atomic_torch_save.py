@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -70,20 +69,6 @@ def test_each_kind_of_path_is_taken(
     assert_holds(tmp_path / name)
     assert names(tmp_path) == [name]
     assert (tmp_path / name).stat().st_mode & 0o777 == 0o640  # as readable as one that open() creates
-
-
-def test_url_is_written_through_fsspec(tmp_path: Path) -> None:
-    """An object in a store is written whole, under its URL, and stays if the next save raises."""
-    url = f"memory://{tmp_path.name}"
-    atomic_torch_save(CONTENT, f"{url}/run/a.ckpt")
-    atomic_write_bytes(b"{}", f"{url}/run/meta.json")
-    with pytest.raises(pickle.PicklingError):
-        atomic_torch_save({"x": Raises(pickle.PicklingError)}, f"{url}/run/a.ckpt")
-    fs = fsspec.filesystem("memory")
-    assert sorted(fs.find(url)) == [f"/{tmp_path.name}/run/a.ckpt", f"/{tmp_path.name}/run/meta.json"]
-    verify_file(f"{url}/run/a.ckpt")
-    assert_holds(fs.cat_file(f"{url}/run/a.ckpt"))
-    assert fs.cat_file(f"{url}/run/meta.json") == b"{}"
 
 
 def test_symlink_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
@@ -184,20 +169,6 @@ def test_checksums_are_written_where_the_user_switched_them_off(tmp_path: Path) 
     assert all(verify_file(tmp_path / name).has_checksums for name in ("a.ckpt", "b.ckpt"))
 
 
-def test_keywords_of_torch_save_are_passed_on(tmp_path: Path) -> None:
-    """The requested pickle module and protocol are used."""
-    used = []
-
-    class Pickler(pickle.Pickler):
-        def __init__(self, *args: object, **options: object) -> None:
-            used.append(options.get("protocol", args[1] if len(args) > 1 else None))
-            super().__init__(*args, **options)  # type: ignore[arg-type]
-
-    module: Any = type("mine", (), {"Pickler": Pickler, "dumps": pickle.dumps, "dump": pickle.dump, "__name__": "mine"})
-    atomic_torch_save(CONTENT, tmp_path / "a.ckpt", pickle_module=module, pickle_protocol=3)
-    assert used == [3]
-
-
 class Refuses(io.RawIOBase):
     """A raw file that accepts ten bytes and then no more."""
 
@@ -278,20 +249,6 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path: Path) -> None:
         atomic_torch_save({"step": 4, "weights": torch.zeros(1)}, tmp_path / "a.ckpt")
     assert_holds(tmp_path / "a.ckpt")
     assert names(tmp_path) == ["a.ckpt"]
-
-
-def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
-    """The temporary file is beside the target, and created exclusively: a file of that name is another process's."""
-
-    def be_faster(step: Any, carry_out: Callable[[], object]) -> object:
-        step.path.write_bytes(b"somebody's")
-        return carry_out()
-
-    with FaultyFiles(tmp_path, be_faster, kind="open"), pytest.raises(FileExistsError):
-        atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
-    [taken] = tmp_path.iterdir()
-    assert taken.read_bytes() == b"somebody's"
-    assert taken.name.startswith(".a.ckpt.tmp-")
 
 
 def test_streaming_needs_no_second_copy_and_no_random_number(tmp_path: Path) -> None:

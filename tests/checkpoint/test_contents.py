@@ -10,13 +10,11 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, verify_directory, write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
-from lightning_faulttolerant.storage.store import open_store
 from tests.faulty_files import FaultyFiles
 from tests.file_faults import fail_with
 from tests.messages import plain
@@ -156,39 +154,6 @@ def test_what_would_not_read_back_is_not_committed(directory, snapshot, change, 
         write_manifest(directory, metadata=metadata)
     assert (directory / MANIFEST_NAME).read_bytes() == b"before"
     assert plain(str(caught.value), DIR=directory.parent) == snapshot
-
-
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(database=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(metadata=st.dictionaries(st.text(), PLAIN, max_size=4))
-def test_metadata_read_back_as_they_were_given(directory, metadata):
-    """Any plain value comes back equal."""
-    write_manifest(directory, metadata=metadata, fsync=False)
-    assert read_manifest(directory).metadata == metadata
-
-
-def test_directory_is_verified_by_url(directory, remote_url):
-    """A directory in an object store gives the same answers as a local one, and is distinguished from a file."""
-    store = open_store(remote_url)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            write(remote_url, path.relative_to(directory).as_posix(), path.read_bytes())
-    assert verify_path(remote_url).num_files == 4
-    write(remote_url, "README", b"mine")
-    assert verify_path(f"{remote_url}/").extra_files == ("README",)
-    write(remote_url, "a.bin", b"012345678X")
-    assert "a.bin has CRC32" in error_of(DamagedCheckpointError, lambda: verify_path(remote_url))
-    store.delete("a.bin")
-    assert "1 of 4 files" in error_of(DamagedCheckpointError, lambda: verify_path(remote_url))
-    store.delete(MANIFEST_NAME)
-    for read in (verify_path, verify_directory):
-        assert remote_url in error_of(DamagedCheckpointError, lambda read=read: read(remote_url))
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, DamagedCheckpointError), (errno.EACCES, PermissionError)])

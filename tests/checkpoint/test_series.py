@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, begin_in_store, kept_paths
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.verify import load_file, load_path, verify_path
+from lightning_faulttolerant.checkpoint.verify import load_path, verify_path
 from lightning_faulttolerant.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -25,7 +24,7 @@ from lightning_faulttolerant.errors import (
     UnsafeCheckpointError,
 )
 from lightning_faulttolerant.storage.store import is_url, open_store
-from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
+from tests.checkpoint.writers import SHARD, load_objects, save_objects
 from tests.emulators import EMULATORS, WARNING
 from tests.faulty_files import FaultyFiles
 from tests.file_faults import lose
@@ -313,20 +312,6 @@ def test_kept_ones_are_not_pruned_and_outlive_the_run(series, save):
 # Sets of shards, while they are written.
 
 
-def test_set_that_is_dropped_or_failed_is_gone(anywhere):
-    """A dropped set is gone immediately, twice is no error; one without its metadata becomes no autosave."""
-    begun = begin_objects(anywhere, 1)
-    for _ in range(2):
-        anywhere.drop_directory(begun)
-    assert anywhere.store.tree() == []
-    begun = begin_objects(anywhere, 0)
-    open_store(begun).delete(METADATA_NAME)
-    error_of(DamagedCheckpointError, lambda: anywhere.commit_directory(begun, {}))
-    assert anywhere.paths() == []
-    path = save_objects(anywhere, 2)  # also removes what this process has begun and not committed
-    assert anywhere.store.names() == [os.path.basename(path)]
-
-
 def test_set_of_a_store_is_created_once_and_loads_from_a_copy(remote_url, local):
     """The second of two that begin a set of one name is refused; the files of a set load from a disk, too."""
     series = AutosaveSeries(remote_url)
@@ -372,31 +357,3 @@ def test_resume_reads_its_autosave_once_and_damaged_upload_keeps_it(s3, monkeypa
     assert series.paths() == saved
     assert newest(series) == 1
     assert len(series.store.names()) == 3
-
-
-@settings(database=None, max_examples=25)
-@given(
-    actions=st.lists(st.sampled_from(["save", "damage newest", "damage oldest", "search"]), max_size=12),
-    keep_last=st.integers(1, 3),
-)
-def test_newest_is_the_last_save_that_is_sound(tmp_path_factory, actions, keep_last):
-    """After any sequence of saves and damage, the answer is the newest sound file that was kept."""
-    series, any_damaged_aside = AutosaveSeries(tmp_path_factory.mktemp("series"), keep_last=keep_last), False
-    kept: list[tuple[str, bool]] = []
-    for number, action in enumerate([*actions, "search"]):
-        if action == "save":
-            kept = [*kept, (save_file(series, number), True)][-keep_last:]
-        elif action.startswith("damage") and kept:
-            index = -1 if action == "damage newest" else 0
-            if kept[index][1]:
-                flip(kept[index][0])
-            kept[index] = (kept[index][0], False)
-        elif action == "search":
-            while kept and not kept[-1][1]:
-                kept.pop()
-                any_damaged_aside = True
-            if not kept and any_damaged_aside:
-                error_of(NoValidCheckpointError, series.newest)
-            else:
-                assert series.newest() == (kept[-1][0] if kept else None)
-    assert all(load_file(path) for path, is_sound in kept if is_sound)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -108,35 +106,6 @@ def test_interrupted_at_a_step_of_a_save(writer, num_before, how, every, tmp_pat
             break
         check_next_save(writer, run, num_before + 2, cleans_up=how in KILLS)
     assert at > 6
-
-
-@cases("writer", "num_kills", fast=[(SERIES, 5), (DIRECTORY, 4)], slow=[(writer, 100) for writer in WRITERS])
-def test_killed_at_random_instants(writer, num_kills, tmp_path):
-    """At any instant, the save that returned last or the one in flight exists."""
-    number = num_saves = 0
-
-    def save_for_ever(number, returned):
-        while True:
-            number += 1
-            writer.save(tmp_path, number)
-            os.write(returned, b".")
-
-    for kill in range(num_kills):
-        reader, returned = os.pipe()
-        process = FORK.Process(target=save_for_ever, args=(number, returned))
-        process.start()
-        os.close(returned)
-        with open(reader, "rb", buffering=0) as answers:
-            num_returned = len(answers.read(1)) if kill % 2 == 0 else 0
-            time.sleep(random.SystemRandom().uniform(0, writer.seconds))
-            process.kill()
-            process.join()
-            num_returned += len(answers.readall())
-        found = writer.number(tmp_path)
-        assert found in (number + num_returned, number + num_returned + 1)
-        number, num_saves = found, num_saves + num_returned
-    assert num_saves >= num_kills / 2, "hardly a kill came after a save: the test has seen nothing"
-    check_next_save(writer, tmp_path, number + 1)
 
 
 def is_sound(path):
@@ -312,22 +281,3 @@ def test_two_writers_lose_nothing_and_a_reader_meets_no_half_file(tmp_path, incr
     assert [process.exitcode for process in processes] == [0, 0]
     found = {SERIES.load(path)["number"] for path in AutosaveSeries(tmp_path).paths()}
     assert found == {1, *range(100, 115), *range(200, 215)}
-
-
-def test_a_reader_beside_a_writer_of_directories_finds_a_whole_one_each_time(tmp_path):
-    """While another process saves and deletes without a pause, a reader finds a checkpoint and damages nothing."""
-    DIRECTORY.save(tmp_path, 1)
-    process = FORK.Process(target=lambda: [DIRECTORY.save(tmp_path, number) for number in range(2, 22)])
-    process.start()
-    numbers = []
-    while process.is_alive() or not numbers:
-        latest = DIRECTORY.newest(tmp_path)
-        assert latest is not None
-        try:
-            numbers.append(int(Path(latest, "number.txt").read_text()))
-        except FileNotFoundError:  # deleted since
-            continue
-    assert numbers == sorted(numbers)
-    assert process.exitcode == 0
-    assert not any("damaged" in name for name in os.listdir(tmp_path))
-    assert DIRECTORY.number(tmp_path) == 21

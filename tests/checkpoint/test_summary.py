@@ -12,8 +12,6 @@ import struct
 import sys
 import tracemalloc
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -21,18 +19,18 @@ import torch
 from hypothesis import strategies
 from torch import nn
 
-from lightning_faulttolerant.checkpoint.schema import Summary, read_summary
+from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 
-def summary_of(content: Any, **options: Any) -> Summary:
+def summary_of(content, **options):
     """Save with torch, and return the summary."""
     buffer = io.BytesIO()
     torch.save(content, buffer, **options)
     return read_summary(buffer, name="the file")
 
 
-def archive_of(records: dict[str, bytes], **options: Any) -> io.BytesIO:
+def archive_of(records, **options):
     """Return a zip file."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", **options) as archive:
@@ -41,7 +39,7 @@ def archive_of(records: dict[str, bytes], **options: Any) -> io.BytesIO:
     return buffer
 
 
-def describe(data: bytes) -> Any:
+def describe(data):
     """Return the description of a checkpoint that has these bytes for a pickle."""
     return read_summary(archive_of({"archive/data.pkl": data}), name="the file").content
 
@@ -61,32 +59,32 @@ plain_values = strategies.recursive(
 
 @hypothesis.settings(database=None, max_examples=60)
 @hypothesis.given(value=plain_values, protocol=strategies.integers(0, pickle.HIGHEST_PROTOCOL))
-def test_plain_values_come_out_as_they_are(value: Any, protocol: int) -> None:
+def test_plain_values_come_out_as_they_are(value, protocol):
     """Numbers, texts, bytes, lists, tuples and dicts are described by themselves, in each protocol."""
     assert describe(pickle.dumps(value, protocol)) == value
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_collections_come_out_as_their_items(protocol: int) -> None:
+def test_collections_come_out_as_their_items(protocol):
     """Sets are lists of their items, ordered and default dicts are dicts; objects and classes have their names."""
     ordered = collections.OrderedDict(b=1, a=2)
-    ordered._metadata = {"version": 1}  # type: ignore[attr-defined]
+    ordered._metadata = {"version": 1}
     value = {"set": {1}, "frozen": frozenset([2]), "ordered": ordered, "default": collections.defaultdict(list, a=[3])}
     expected = {"set": [1], "frozen": [2], "ordered": {"b": 1, "a": 2}, "default": {"a": [3]}}
     assert describe(pickle.dumps(value, protocol)) == expected
     path, kind = describe(pickle.dumps([pathlib.PurePosixPath("/data"), collections.Counter], protocol))
     assert kind.name == "collections.Counter"
     assert protocol < 2 or path.name.rpartition(".")[2] == "PurePosixPath"
-    ring: list[Any] = []
+    ring = []
     ring.append(ring)
     found = describe(pickle.dumps(ring, protocol))
     assert found[0] is found
 
 
-ran: list[str] = []
+ran = []
 
 
-def strike(*_: Any) -> str:
+def strike(*_):
     """Stand for a function that a hostile pickle would call."""
     ran.append("called")
     return "struck"
@@ -97,21 +95,14 @@ class Struck:
 
     attribute = "untouched"
 
-    def __new__(cls, *_: Any) -> Struck:
+    def __new__(cls, *_):
         ran.append("made")
         return super().__new__(cls)
 
-    def __setstate__(self, _: Any) -> None:
-        ran.append("built")
-
-    def append(self, _: Any) -> None:
-        ran.append("appended")
-
-    def __setitem__(self, *_: Any) -> None:
-        ran.append("set")
+    __setstate__ = append = __setitem__ = strike
 
 
-def name(what: Any) -> bytes:
+def name(what):
     """Return the opcode that pushes a class or function of this module."""
     return f"c{what.__module__}\n{what.__qualname__}\n".encode()
 
@@ -144,7 +135,7 @@ ATTACKS = REAL_ATTACKS | {
 }
 
 
-def test_nothing_of_a_hostile_pickle_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_of_a_hostile_pickle_is_run(monkeypatch, tmp_path):
     """Whatever a pickle would import, call, create, build or change, none of it happens, and no other error comes."""
     monkeypatch.chdir(tmp_path)
     for attack in REAL_ATTACKS.values():
@@ -156,19 +147,10 @@ def test_nothing_of_a_hostile_pickle_is_run(monkeypatch: pytest.MonkeyPatch, tmp
     for attack in ATTACKS.values():
         with contextlib.suppress(CheckpointError):
             describe(attack)
+    monkeypatch.setitem(sys.modules, "antigravity", None)  # a class of a module that is not loaded is only named
+    assert describe(b"cantigravity\nfly\n)R.").name == "antigravity.fly"
     assert ran == []
-    assert Struck.attribute == "untouched"
-    assert os.environ["PATH"] == path
-    assert os.listdir(tmp_path) == []
-
-
-def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of a module that is not loaded is named without loading the module."""
-    data = archive_of({"archive/data.pkl": b"cantigravity\nfly\n)R."})
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "antigravity", None)
-        found = read_summary(data, name="the file").content
-    assert found.name == "antigravity.fly"
+    assert (Struck.attribute, os.environ["PATH"], os.listdir(tmp_path)) == ("untouched", path, [])
 
 
 DEPTH = 100_000
@@ -183,52 +165,42 @@ HUGE = {
     "marks": b"(" * DEPTH + b"N.",
     "a chain of rebuild functions": REBUILD + (b"(" + REBUILD + b"N") * DEPTH + b")" + b"Nt" * DEPTH + b"R.",
 }
-LARGE_CLAIMS = {
-    "text": b"X" + struct.pack("<I", 2**32 - 1),
-    "text of 8 bytes' length": b"\x8d" + struct.pack("<Q", 2**63),
-    "bytes": b"B" + struct.pack("<I", 2**32 - 1),
-    "bytearray": b"\x96" + struct.pack("<Q", 2**62),
-    "integer": b"\x8b" + struct.pack("<i", 2**31 - 1),
-    "negative length": b"T" + struct.pack("<i", -5),
-    "memo": b"Nr" + struct.pack("<I", 2**31),
-    "frame": b"\x95" + struct.pack("<Q", 2**60),
-    "line": b"V" + b"a" * 100_000,
-    "digits": b"I" + b"9" * 60_000 + b"\n",
-}
+LARGE_CLAIMS = [
+    b"X" + struct.pack("<I", 2**32 - 1),
+    b"\x8d" + struct.pack("<Q", 2**63),
+    b"B" + struct.pack("<I", 2**32 - 1),
+    b"\x96" + struct.pack("<Q", 2**62),
+    b"\x8b" + struct.pack("<i", 2**31 - 1),
+    b"T" + struct.pack("<i", -5),
+    b"Nr" + struct.pack("<I", 2**31),
+    b"\x95" + struct.pack("<Q", 2**60),
+    b"V" + b"a" * 100_000,
+    b"I" + b"9" * 60_000 + b"\n",
+]
 
 
 @pytest.mark.parametrize("data", HUGE.values(), ids=HUGE)
-def test_deep_nesting_neither_crashes_nor_hangs(data: bytes) -> None:
+def test_deep_nesting_neither_crashes_nor_hangs(data):
     """Structures 100,000 deep are described or refused, and the interpreter's stack does not overflow."""
     with contextlib.suppress(CheckpointError):
         describe(data)
 
 
-@pytest.mark.parametrize("data", LARGE_CLAIMS.values(), ids=LARGE_CLAIMS)
-def test_a_small_file_can_not_take_much_memory(data: bytes) -> None:
+def test_a_small_file_can_not_take_much_memory():
     """Lengths that a file claims but does not have are refused, and take no memory."""
     tracemalloc.start()
     try:
-        with pytest.raises(DamagedCheckpointError):
-            describe(data)
+        for data in LARGE_CLAIMS:
+            with pytest.raises(DamagedCheckpointError):
+                describe(data)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
 
 
-@hypothesis.settings(database=None, max_examples=60)
-@hypothesis.given(data=strategies.binary(max_size=300), value=plain_values, cut=strategies.integers(0, 300))
-def test_garbage_is_refused_by_one_kind_of_error(data: bytes, value: Any, cut: int) -> None:
-    """Any bytes, and any pickle with garbage in it, are described or refused, and raise no other error."""
-    whole = pickle.dumps(value)
-    for garbage in (data, whole[:cut] + data, whole[:cut]):
-        with contextlib.suppress(CheckpointError):
-            describe(garbage)
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("make", [lambda: "x" * 10_000_000, lambda: b"x" * 10_000_000, lambda: 1 << 80_000_000])
-def test_long_data_is_passed_over(make: Any, protocol: int) -> None:
+def test_long_data_is_passed_over(make, protocol):
     """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
     summary = summary_of([make(), "after"], pickle_protocol=protocol)
     long, after = summary.content
@@ -244,10 +216,10 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_each_kind_of_tensor_is_described(protocol: int) -> None:
+def test_each_kind_of_tensor_is_described(protocol):
     """Tensors of any dtype and class are described with torch's dtype, shape and bytes."""
     marked = torch.zeros(2)
-    marked.mark = "x"  # type: ignore[attr-defined]
+    marked.mark = "x"
     tensors = {str(dtype): torch.zeros(3, 5, dtype=dtype) for dtype in DTYPES}
     tensors |= {"p": nn.Parameter(torch.zeros(2)), "m": marked, "scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}
     summary = summary_of(tensors, pickle_protocol=protocol)
@@ -260,14 +232,14 @@ def test_each_kind_of_tensor_is_described(protocol: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "is_tensor"), [(b"(K\x03K\x04t", True), (b"N", False), (b"(K\xffJ\xff\xff\xff\xfft", False)]
 )
-def test_a_tensor_of_an_impossible_shape_is_an_object(shape: bytes, is_tensor: bool) -> None:
+def test_a_tensor_of_an_impossible_shape_is_an_object(shape, is_tensor: bool):
     """A pickle may claim any shape: it is described as a tensor only if it could be one."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
     found = describe(b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR.")
     assert (getattr(found, "shape", None) == (3, 4)) == is_tensor
 
 
-def test_a_storage_that_tensors_share_counts_once() -> None:
+def test_a_storage_that_tensors_share_counts_once():
     """Tied weights take the file's space once; a view takes everything that was saved with it; Adam two values more."""
     large = torch.zeros(1000)
     module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
@@ -284,15 +256,11 @@ def test_a_storage_that_tensors_share_counts_once() -> None:
     assert summary.size_of(summary.content["optimizer"]["state"]).num_values == 2 * num_values + 4
 
 
-def test_of_a_large_file_next_to_nothing_is_read(tmp_path: Path) -> None:
+def test_of_a_large_file_next_to_nothing_is_read():
     """Of a file of 40 MB, less than 1 MB is read."""
-    path = tmp_path / "large.ckpt"
-    torch.save({"state_dict": {f"layer.{i}": torch.zeros(100_000) for i in range(100)}, "step": 3}, path)
-    with path.open("rb") as file:
-        summary = read_summary(file, name="large")
+    summary = summary_of({"state_dict": {f"layer.{i}": torch.zeros(100_000) for i in range(100)}, "step": 3})
     assert summary.content["step"] == 3
-    assert summary.size_of(summary.content).num_bytes > 40_000_000
-    assert summary.num_bytes == os.path.getsize(path)
+    assert summary.num_bytes > summary.size_of(summary.content).num_bytes > 39_999_999
     assert 0 < summary.num_bytes_read < 1_000_000
 
 
@@ -307,21 +275,20 @@ NO_CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("file", NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS)
-def test_what_is_no_checkpoint_is_refused(file: io.BytesIO) -> None:
+def test_what_is_no_checkpoint_is_refused(snapshot):
     """A file that is not a checkpoint is refused by an error that names it and the expected content."""
-    with pytest.raises(DamagedCheckpointError, match=r"the file is not a checkpoint, or it is damaged: .*torch.save"):
-        read_summary(file, name="the file")
-
-
-def test_the_old_format_is_not_called_damaged() -> None:
-    """Torch's format from before 1.6 can't be examined, which is not damage."""
-    with pytest.raises(CheckpointError, match=r"before 1\.6") as caught:
+    said = {}
+    for kind, file in NO_CHECKPOINTS.items():
+        with pytest.raises(DamagedCheckpointError) as damage:
+            read_summary(file, name="the file")
+        said[kind] = str(damage.value)
+    with pytest.raises(CheckpointError) as caught:
         summary_of({"step": 3}, _use_new_zipfile_serialization=False)
     assert not isinstance(caught.value, DamagedCheckpointError)
+    assert {**said, "the old format": str(caught.value)} == snapshot
 
 
-def test_a_damaged_file_is_described_or_refused() -> None:
+def test_a_damaged_file_is_described_or_refused():
     """Cut anywhere, it is refused; with any byte changed, nothing else is raised, and nothing is run."""
     buffer = io.BytesIO()
     torch.save({"step": 3, "weights": torch.zeros(10)}, buffer)

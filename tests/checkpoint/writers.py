@@ -86,7 +86,6 @@ class Writer:
         load: Load it.
         removes_leftovers: Whether a save removes the leftovers of dead writers.
         cleans_up: Whether a save that raises leaves nothing.
-        seconds: About how long a save takes.
     """
 
     name: str
@@ -95,7 +94,6 @@ class Writer:
     load: Callable[[Any], dict[str, Any]] = load_file
     removes_leftovers: bool = True
     cleans_up: bool = True
-    seconds: float = 0.02
 
     def number(self, directory: Path) -> int:
         """Return the number of the save that a restart would load, verified and whole, or 0."""
@@ -168,11 +166,11 @@ def _save_shards(directory: Path, number: int) -> None:
 
 
 SERIES = Writer(name="series", save=lambda directory, number: save_file(AutosaveSeries(directory, keep_last=1), number))
-INCREMENTAL = Writer(name="incremental", save=_save_incrementally, load=_load_incremental, seconds=0.04)
+INCREMENTAL = Writer(name="incremental", save=_save_incrementally, load=_load_incremental)
 ONE_PATH = Writer(name="one-path", save=_save_to_one_path, newest=_one_path, removes_leftovers=False)
 FILE_WRITERS = [SERIES, INCREMENTAL, ONE_PATH]
 # Code that begins a directory and fails to fill it has to call abort, or leave it to the next save.
-_OF_A_DIRECTORY = functools.partial(Writer, cleans_up=False, seconds=0.1)
+_OF_A_DIRECTORY = functools.partial(Writer, cleans_up=False)
 DIRECTORY = _OF_A_DIRECTORY(name="directory", save=_save_to_a_directory, newest=_latest_directory, load=_load_directory)
 SHARDS = _OF_A_DIRECTORY(name="shards", save=_save_shards, load=load_objects)
 WRITERS = [*FILE_WRITERS, DIRECTORY, SHARDS]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import strategies as st
-
 from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, BEGIN, DONE, END, START, VALIDATION
 from lightning_faulttolerant.records.lines import Line
 
@@ -144,76 +142,3 @@ class Story:
         self.lines.append({"event": event, "fit": self.fit, "time": self.now, **more})
         self.did_last = self.did_last if event == END else self.now
         return self
-
-
-lengths = st.integers(0, 50).map(float)
-
-
-@st.composite
-def stories(draw: st.DrawFn) -> Story:
-    """Return a run of several processes: killed, stopped, or finished, resumed from an autosave or begun again."""
-    story = Story()
-    # Of each fit: the name of an autosave, its batch, and its batch in a validation run or an evaluation.
-    saved: dict[int, list[tuple[str, int, int | None]]] = {}
-    finished = 0
-    functions = {1: draw(st.sampled_from(["fit", "fit", "test"])), 2: draw(st.sampled_from(["fit", "predict"]))}
-
-    def save(fit: int, written_in: float = 0.0) -> None:
-        place = story.batch, story.place.get("num_validated")
-        story.autosave(seconds=draw(lengths), written_in=written_in)
-        saved[fit].append((story.newest, *place))
-
-    for number in range(draw(st.integers(1, 4))):
-        story.wait(draw(lengths) if number else 0)
-        since, hang = draw(lengths), None
-        if number and draw(st.booleans()):  # it hung after all that it did, but its end
-            hung = min(story.did_last + draw(lengths), story.now)
-            hang = (hung, min(hung + draw(lengths), story.now))
-        story.wait(since)
-        for fit in range(1, draw(st.integers(1, 2)) + 1):
-            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit, function=functions[fit], hang=hang)
-            if draw(st.integers(0, 5)) == 0:
-                break  # killed before its first batch
-            _start(draw, story, saved.setdefault(fit, []))
-            if fit <= finished:
-                story.end()
-                continue
-            for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive", "validate"]), max_size=12)):
-                if step == "train" and story.function == "fit" and story.inside is None:
-                    story.train(draw(lengths), draw(st.integers(1, 120)))
-                    if draw(st.booleans()):
-                        story.data(draw(lengths))
-                elif step in ("train", "validate"):
-                    story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), ends=draw(st.booleans()))
-                elif step == "alive":
-                    story.alive()
-                else:
-                    save(fit, draw(lengths) if step == "behind" else 0.0)
-            how = draw(st.sampled_from(["killed", "stopped", "finished"]))
-            if how == "stopped":
-                story.end("stopped by SIGTERM")
-            if how != "finished":
-                break
-            finished = fit
-            if story.inside is not None:
-                story.validate(draw(lengths) + 1)
-            save(fit)
-            story.end().wait(draw(lengths))
-        else:
-            if draw(st.booleans()):
-                story.done()
-                finished, saved = 0, {}
-    return story
-
-
-def _start(draw: st.DrawFn, story: Story, saved: list[tuple[str, int, int | None]]) -> None:
-    restored = draw(lengths)
-    story.wait(draw(lengths) + restored)
-    if not saved or draw(st.integers(0, 7)) == 0:
-        story.start(evaluated=None if story.function == "fit" else 0)
-        return
-    name, batch, evaluated = saved[-1] if draw(st.booleans()) else draw(st.sampled_from(saved))
-    is_known = draw(st.integers(0, 5)) > 0
-    story.start(resumed=restored, name=name if is_known else "hpc_ckpt_1.ckpt", batch=batch, evaluated=evaluated)
-    if evaluated is not None and story.function == "fit":
-        story.validate(draw(lengths) + 1, draw(st.integers(1, 9)), first=evaluated, ends=draw(st.booleans()))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", ["azurite", "fake-gcs-server", "localbucket"])
-def test_folder_is_no_file(emulated: Callable[[str], str], name: str) -> None:
+def test_folder_is_no_file(emulated, name):
     """Opening a folder is an error that says so, or that there is no such file."""
     url = emulated(name)
     write(url, "run/a", b"1")
@@ -28,13 +26,13 @@ def test_folder_is_no_file(emulated: Callable[[str], str], name: str) -> None:
             look(f"{url}/run")
 
 
-def _with_status(monkeypatch: pytest.MonkeyPatch, answers: list[str], note: Callable[[], None] = lambda: None) -> None:
+def _with_status(monkeypatch, answers, note=lambda: None):
     """Let Azure answer with these states of the copy to a file "b"."""
     from azure.storage.blob.aio import BlobClient
 
     real = BlobClient.get_blob_properties
 
-    async def properties(self: Any, **arguments: Any) -> Any:
+    async def properties(self, **arguments):
         found = await real(self, **arguments)
         if self.blob_name == "b" and answers:
             note()
@@ -44,9 +42,7 @@ def _with_status(monkeypatch: pytest.MonkeyPatch, answers: list[str], note: Call
     monkeypatch.setattr(BlobClient, "get_blob_properties", properties)
 
 
-def test_original_stays_until_azure_has_copied_it(
-    emulated: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_original_stays_until_azure_has_copied_it(emulated, monkeypatch):
     """Azure may answer before it has copied a file, and must still have the original then, also if the copy fails."""
     url = emulated("azurite")
     write(url, "a", b"1")
@@ -65,7 +61,7 @@ def test_original_stays_until_azure_has_copied_it(
     assert read(f"{url}/a") == b"1"
 
 
-def test_container_is_never_removed(emulated: Callable[[str], str]) -> None:
+def test_container_is_never_removed(emulated):
     """An empty directory that is a whole bucket stays: it may have settings, and it is not ours."""
     url = emulated("azurite")
     open_store(url).remove_if_empty()
@@ -85,7 +81,7 @@ print(fs.credential is not None, random.getstate() == before)
 """
 
 
-def test_clients_with_a_token_draw_nothing_from_the_run() -> None:
+def test_clients_with_a_token_draw_nothing_from_the_run():
     """Azure's client draws when it would renew its token, as soon as it is created: not from the run's generator."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AZURE_")}
     environment |= {"AZURE_STORAGE_ACCOUNT_NAME": "account", "PYTHONPATH": str(Path(__file__).parents[2])}

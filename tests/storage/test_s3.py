@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable
-from typing import Any
 
 import fsspec.config
 import pytest
@@ -21,19 +19,21 @@ from tests.storage.stores import MIB, damaging, error_of, read, requests_to_s3, 
 
 
 @pytest.fixture
-def bucket(s3: str, s3_endpoint: str) -> Callable[..., Any]:
+def bucket(s3, s3_endpoint):
     """Return a function that yields the bucket's answers to an independent client."""
     plain = client(s3_endpoint)
     return lambda method, **arguments: getattr(plain, method)(Bucket=s3.removeprefix("s3://"), **arguments)
 
 
+def _ranges(requests):
+    return [arguments["Range"] for method, arguments in requests if method == "get_object"]
+
+
 @pytest.mark.parametrize("raises", [False, True])
-def test_parts_are_sent_while_the_file_is_written(
-    s3: str, bucket: Callable[..., Any], small_parts: int, raises: bool
-) -> None:
+def test_parts_are_sent_while_the_file_is_written(s3, bucket, small_parts, raises):
     """A large file is never in memory as a whole; parts of a writer that raises are dropped: they cost money."""
 
-    def send() -> None:
+    def send():
         with open_store(s3).writer("run/a") as file:
             file.write(bytes(12 * MIB))
             [upload] = bucket("list_multipart_uploads")["Uploads"]
@@ -48,12 +48,10 @@ def test_parts_are_sent_while_the_file_is_written(
     assert raises or bucket("head_object", Key="run/a")["ETag"].endswith('-3"')
 
 
-def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(
-    s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(s3, bucket, monkeypatch):
     """Neither of two writers of one URL takes the other's file for its own, damaged, and moves it away."""
 
-    def put_theirs(method: str, answer: Any) -> None:
+    def put_theirs(method, answer):
         if method == "put_object":
             bucket("put_object", Key="run/a", Body=b"theirs")
 
@@ -68,9 +66,7 @@ FLIPPED, SHORT = damaging(lambda data: b"\1" + data[1:]), damaging(lambda data: 
 
 @pytest.mark.parametrize("num_bytes", [100, 6 * MIB])
 @pytest.mark.parametrize("damage", [FLIPPED, SHORT], ids=["flipped", "short"])
-def test_upload_that_arrives_damaged_is_set_aside(
-    s3: str, monkeypatch: pytest.MonkeyPatch, num_bytes: int, damage: Any, small_parts: int
-) -> None:
+def test_upload_that_arrives_damaged_is_set_aside(s3, monkeypatch, num_bytes, damage, small_parts):
     """A byte that changes in transit is found by size or ETag, and the file is not available under its name."""
     with requests_to_s3(monkeypatch, damage):
         said = error_of(DamagedCheckpointError, lambda: write(f"{s3}/run", "a", bytes(num_bytes)))
@@ -80,12 +76,10 @@ def test_upload_that_arrives_damaged_is_set_aside(
 
 
 @pytest.mark.parametrize("is_published", [True, False])
-def test_commit_whose_answer_is_lost_is_found_out(
-    s3: str, monkeypatch: pytest.MonkeyPatch, is_published: bool, small_parts: int
-) -> None:
+def test_commit_whose_answer_is_lost_is_found_out(s3, monkeypatch, is_published, small_parts):
     """A repeated commit that finds no upload either worked the first time or failed: the store's content decides."""
 
-    def lose(method: str, _: object) -> None:
+    def lose(method, _):
         if method == "complete_multipart_upload":
             raise FileNotFoundError("The specified upload does not exist")
 
@@ -99,67 +93,50 @@ def test_commit_whose_answer_is_lost_is_found_out(
     assert read(f"{s3}/a") == (content if is_published else b"old")
 
 
-def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.MonkeyPatch, small_parts: int) -> None:
-    """The store's own information about the file is compared; the file is not transferred back."""
-    with requests_to_s3(monkeypatch) as requests:
-        write(s3, "small", bytes(100))
-        write(s3, "large", bytes(6 * MIB))
-    methods = [method for method, _ in requests]
-    assert methods.count("head_object") == 2
-    assert "get_object" not in methods
-    assert methods[:2] == ["put_object", "head_object"], "a small file is one request"
-
-
-def other_etag(method: str, answer: Any) -> None:
+def other_etag(method, answer):
     """Let a store answer with ETags that are no MD5 of the content."""
     if "ETag" in answer and method != "get_object":
         answer["ETag"] = f'"{"0" * 32}"'
 
 
-def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If ETags are other sums, a file is read back once and found right; then sizes are enough for the bucket."""
+def test_upload_is_verified_by_what_the_store_says_of_it(s3, monkeypatch, small_parts):
+    """It is not read back, but once where ETags are other sums: then sizes are enough. Of KMS, they always are."""
+    with requests_to_s3(monkeypatch) as requests:
+        write(s3, "small", bytes(100))
+        write(s3, "large", bytes(6 * MIB))
+    methods = [method for method, _ in requests]
+    assert (methods.count("head_object"), methods.count("get_object")) == (2, 0)
+    assert methods[:2] == ["put_object", "head_object"], "a small file is one request"
+    encrypted = {**fsspec.config.conf["s3"], "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}
+    with monkeypatch.context() as patch:
+        patch.setitem(fsspec.config.conf, "s3", encrypted)
+        with requests_to_s3(monkeypatch, after=other_etag) as requests:
+            write(s3, "a", b"1234")
+        assert "get_object" not in [method for method, _ in requests]
+        with requests_to_s3(monkeypatch, SHORT, other_etag):
+            said = error_of(DamagedCheckpointError, lambda: write(s3, "a", b"1234"))
+        assert "it has 3 bytes, but 4 were sent" in said
     with requests_to_s3(monkeypatch, lambda _, arguments: arguments.pop("IfMatch", None), other_etag) as requests:
         write(s3, "a", b"1234")
         write(s3, "b", b"1234")
     assert [method for method, _ in requests].count("get_object") == 1
 
 
-def test_of_encrypted_objects_only_sizes_are_compared(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that is encrypted with a KMS key has an ETag that is not an MD5; its size still shows a loss."""
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}})
-    with requests_to_s3(monkeypatch, after=other_etag) as requests:
-        write(s3, "a", b"1234")
-    assert "get_object" not in [method for method, _ in requests]
-    with requests_to_s3(monkeypatch, SHORT, other_etag):
-        assert "it has 3 bytes, but 4 were sent" in error_of(DamagedCheckpointError, lambda: write(s3, "a", b"1234"))
-
-
-def test_object_that_stands_for_a_folder_is_no_file(s3: str, bucket: Callable[..., Any]) -> None:
-    """Consoles create an empty object "run/" for a folder: it is not a file without a name."""
-    bucket("put_object", Key="run/", Body=b"")
-    bucket("put_object", Key="run/fit-1/", Body=b"")
-    assert open_store(f"{s3}/run").names() == ["fit-1"]
-    assert open_store(f"{s3}/run/fit-1").names() == []
-
-
-def _copied(path: str) -> bytes:
+def _copied(path):
     with local_copy(path) as file:
         return file.read()
 
 
-@pytest.mark.parametrize(
-    ("look", "expected"),
-    [
-        (lambda store: store.names(), ["a", "b"]),
-        (lambda store: store.size("a"), 3),
-        (lambda store: read(store.path("a")), b"234"),
-        (lambda store: _copied(store.path("a")), b"234"),
-    ],
-    ids=["names", "size", "open_file", "local_copy"],
-)
-def test_nothing_is_believed_that_was_listed_before(
-    s3: str, bucket: Callable[..., Any], look: Callable[[Any], Any], expected: Any
-) -> None:
+LOOKS = {
+    "names": (lambda store: store.names(), ["a", "b"]),
+    "size": (lambda store: store.size("a"), 3),
+    "open_file": (lambda store: read(store.path("a")), b"234"),
+    "local_copy": (lambda store: _copied(store.path("a")), b"234"),
+}
+
+
+@pytest.mark.parametrize(("look", "expected"), LOOKS.values(), ids=LOOKS)
+def test_nothing_is_believed_that_was_listed_before(s3, bucket, look, expected):
     """Other machines' writes, replacements and deletions are seen immediately, whatever was listed before."""
     write(f"{s3}/run", "a", b"1")
     fs, path = fsspec.core.url_to_fs(f"{s3}/run")
@@ -178,10 +155,8 @@ def test_nothing_is_believed_that_was_listed_before(
 
 
 @pytest.mark.parametrize("num_objects", [PAGE + 1, pytest.param(1_000, marks=pytest.mark.slow)])
-def test_only_what_begins_with_the_url_is_listed(
-    s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, num_objects: int
-) -> None:
-    """Among thousands of other objects, a directory is listed by its prefix, page by page, and nothing else is."""
+def test_only_what_begins_with_the_url_is_listed(s3, bucket, monkeypatch, num_objects):
+    """Among thousands of others, a directory is listed by its prefix, page by page. What stands for it is no file."""
     names = [f"{number:04d}" for number in range(num_objects)]
     for folder, some in (("run/", names), ("runs/", names[:9]), ("", names[:9])):
         for name in some:
@@ -192,9 +167,12 @@ def test_only_what_begins_with_the_url_is_listed(
     num_pages = -(-num_objects // PAGE)
     prefixes = [(method, arguments["Prefix"]) for method, arguments in requests]
     assert prefixes == [("list_objects_v2", "run/")] * num_pages + [("list_objects_v2", "missing/")]
+    for key in ("folder/", "folder/fit-1/"):  # as consoles do
+        bucket("put_object", Key=key, Body=b"")
+    assert [open_store(f"{s3}/{name}").names() for name in ("folder", "folder/fit-1")] == [["fit-1"], []]
 
 
-def test_only_our_own_unfinished_uploads_are_dropped(s3: str, bucket: Callable[..., Any]) -> None:
+def test_only_our_own_unfinished_uploads_are_dropped(s3, bucket):
     """Killed writers' unfinished uploads below the URL go, and all others stay, however similar their names are."""
     for key in ("run/a", "run/fit-1/b", "run", "runs/c", "other/run/d"):
         bucket("create_multipart_upload", Key=key)
@@ -203,39 +181,33 @@ def test_only_our_own_unfinished_uploads_are_dropped(s3: str, bucket: Callable[.
     assert sorted(keys) == ["other/run/d", "run", "runs/c"]
 
 
-def test_only_what_is_read_is_transferred(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking into a large file transfers the blocks that are read; a local copy is one request, read repeatedly."""
+def test_only_what_is_read_is_transferred(s3, monkeypatch):
+    """Looking into a large file transfers blocks; a local copy is one request; a verification takes 8 MiB at a time."""
     write(s3, "a", bytes(8 * MIB) + b"end")
     with requests_to_s3(monkeypatch) as requests, open_file(f"{s3}/a") as file:
         file.seek(-3, os.SEEK_END)
         assert file.read() == b"end"
         file.seek(0)
         assert file.read(1) == b"\0"
-    ranges = [arguments["Range"] for method, arguments in requests if method == "get_object"]
-    assert ranges == [f"bytes={8 * MIB}-{9 * MIB - 1}", f"bytes=0-{MIB - 1}"]
+    assert _ranges(requests) == [f"bytes={8 * MIB}-{9 * MIB - 1}", f"bytes=0-{MIB - 1}"]
     with requests_to_s3(monkeypatch) as requests, local_copy(f"{s3}/a") as file:
         for _ in range(2):
             file.seek(8 * MIB)
             assert file.read() == b"end"
     assert [method for method, _ in requests].count("get_object") == 1
-
-
-def test_verification_of_a_large_file_takes_few_requests(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is read from end to end comes 8 MiB at a time, each block once, but the last one twice."""
     with open_store(s3).writer("a.ckpt") as file:
         torch.save({"weights": torch.zeros(2 * 8 * MIB, dtype=torch.uint8)}, file)
     with requests_to_s3(monkeypatch) as requests:
         assert verify_path(f"{s3}/a.ckpt").has_checksums
-    ranges = [arguments["Range"] for method, arguments in requests if method == "get_object"]
-    assert len(ranges) == len(set(ranges)) + 1 == 4
+    assert len(_ranges(requests)) == len(set(_ranges(requests))) + 1 == 4  # each block once, but the last one twice
 
 
-def test_retries_draw_nothing_from_the_run(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_draw_nothing_from_the_run(s3, monkeypatch):
     """Retries draw their waiting time without moving the global generator, even if the network fails."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
 
-    def main() -> None:
+    def main():
         before = random.getstate()
         with pytest.raises(OSError, match="EndpointConnectionError") as caught:
             open_store(f"{s3}/run").names()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import _registry
 from fsspec.spec import AbstractBufferedFile
-from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.storage.local import is_of_this_process, is_on_local_disk, temporary_name, type_of_mount
 from lightning_faulttolerant.storage.store import (
     create_file,
     is_url,
@@ -32,7 +31,7 @@ from tests.messages import plain
 from tests.storage.stores import MIB, error_of, read, write
 
 
-def test_store_lists_renames_and_deletes(any_url: str) -> None:
+def test_store_lists_renames_and_deletes(any_url):
     """Files and folders are listed as they are now, a file can be moved into a folder, and nothing is left behind."""
     store = open_store(any_url)
     assert store.names() == []
@@ -51,9 +50,13 @@ def test_store_lists_renames_and_deletes(any_url: str) -> None:
         store.folder("a").delete(name)
     store.folder("a").remove_if_empty()
     assert store.names() == []
+    for look in (open_file, local_copy, lambda _: store.size("missing")):
+        with pytest.raises(FileNotFoundError) as caught:
+            look(store.path("missing"))
+        assert caught.value.errno == 2
 
 
-def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
+def test_name_that_looks_like_a_pattern_is_a_name(any_url):
     """Brackets, stars and spaces in names, as in names with metrics, have no special meaning."""
     store = open_store(f"{any_url}/val[1]*")
     for content in (b"old", b"new"):
@@ -67,48 +70,28 @@ def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
     assert store.folder("folder[1]").names() == []
 
 
-def test_missing_file_is_not_found(any_url: str) -> None:
-    """In every store, a missing file is a FileNotFoundError with its number."""
-    path = open_store(any_url).path("missing")
-    for look in (open_file, local_copy, lambda _: open_store(any_url).size("missing")):
-        with pytest.raises(FileNotFoundError) as caught:
-            look(path)
-        assert caught.value.errno == 2
-
-
-def test_file_is_created_once(remote_url: str) -> None:
+def test_file_is_created_once(remote_url):
     """Of two processes that create a file, the second is refused, and the first one's content stays."""
     create_file(f"{remote_url}/a", b"first")
     error_of(FileExistsError, lambda: create_file(f"{remote_url}/a", b"second"))
     assert read(f"{remote_url}/a") == b"first"
 
 
-@pytest.mark.parametrize(("error", "num_bytes"), [(KeyboardInterrupt, 10), (SystemExit, 12 * MIB), (ValueError, 10)])
-def test_file_whose_writer_raises_is_never_published(
-    any_url: str, error: type[BaseException], num_bytes: int, small_parts: int
-) -> None:
-    """An exception of any kind, at any size, leaves the old file unchanged, and nothing of the new one."""
-    store = open_store(any_url)
-    write(any_url, "a", b"old")
-
-    def fail() -> None:
-        with store.writer("a") as file:
-            file.write(bytes(num_bytes))
-            raise error
-
-    error_of(error, fail)
-    assert store.names() == ["a"]
-    assert read(store.path("a")) == b"old"
+def _write_and_raise(url, name, num_bytes, error):
+    with open_store(url).writer(name) as file:
+        file.write(bytes(num_bytes))
+        raise error
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5 * MIB - 1, 5 * MIB, 11 * MIB])
-def test_file_of_any_size_is_whole_and_replaces_the_old_one_at_once(
-    any_url: str, num_bytes: int, small_parts: int
-) -> None:
-    """Readers get the whole old file while a new one is written, and all ways of reading return the new one then."""
-    content = os.urandom(num_bytes)
+def test_file_of_any_size_is_whole_and_replaces_the_old_one_at_once(any_url, num_bytes, small_parts):
+    """Readers get the whole old file while a new one is written, also if that fails; all ways of reading agree."""
+    store, content = open_store(any_url), os.urandom(num_bytes)
+    path = store.path("a")
     write(any_url, "a", b"old")
-    path = open_store(any_url).path("a")
+    for error in (KeyboardInterrupt, SystemExit, ValueError):
+        error_of(error, lambda error=error: _write_and_raise(any_url, "a", num_bytes, error))
+        assert (store.names(), read(path)) == (["a"], b"old")
     with open_writer(path) as file:
         file.write(content[: num_bytes // 2])
         file.write(content[num_bytes // 2 :])
@@ -116,8 +99,7 @@ def test_file_of_any_size_is_whole_and_replaces_the_old_one_at_once(
     assert read(path) == content
     with local_copy(path) as copy, open_file(path, whole=True) as whole:
         assert copy.read() == whole.read() == content
-    assert open_store(any_url).size("a") == num_bytes
-    assert open_store(any_url).names() == ["a"]
+    assert (store.size("a"), store.names()) == (num_bytes, ["a"])
 
 
 class BucketOfGoogles(MemoryFileSystem):
@@ -128,16 +110,17 @@ class BucketOfGoogles(MemoryFileSystem):
     pseudo_dirs: ClassVar[list[str]] = [""]
 
     @classmethod
-    def _strip_protocol(cls, path: str) -> str:
+    def _strip_protocol(cls, path):
         return f"/{path.removeprefix('gs://').strip('/')}"
 
-    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **options: Any) -> Any:
+    def _open(self, path, mode="rb", autocommit=True, **options):
         if mode == "rb":
             return super()._open(path, mode, **options)
         assert not autocommit
         return ResumableUpload(self, path, mode, autocommit=False)
 
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
+    def info(self, path, **options):
+        """Return what is known of a file."""
         info = super().info(path, **options)
         if info["type"] == "file":
             digest = hashlib.md5(self.store[self._strip_protocol(path)].getvalue()).digest()
@@ -148,66 +131,49 @@ class BucketOfGoogles(MemoryFileSystem):
 class ResumableUpload(AbstractBufferedFile):
     """An upload to a bucket of Google's; a file named "damaged" arrives with another first byte, "short" with one."""
 
-    def _initiate_upload(self) -> None:
+    def _initiate_upload(self):
         self.sent = b""
 
-    def _upload_chunk(self, final: bool = False) -> bool:
+    def _upload_chunk(self, final=False):
         self.sent += self.buffer.getvalue()
         return True
 
-    def commit(self) -> None:
+    def commit(self):
+        """Publish the file."""
         changed = {"damaged": b"\1" + self.sent[1:], "short": self.sent[:1]}
         content = changed.get(self.path.rpartition("/")[2], self.sent)
         self.fs.store[self.path] = MemoryFile(self.fs, self.path, content)
 
-    def discard(self) -> None:
+    def discard(self):
+        """Forget the file."""
         self.sent = b""
 
 
-@pytest.fixture
-def google() -> Iterator[str]:
-    """The URL of a bucket of Google's."""
-    before = _registry.pop("gs", None)
-    fsspec.register_implementation("gs", BucketOfGoogles, clobber=True)
-    yield "gs://bucket/run"
-    _registry.pop("gs")
-    if before is not None:
-        fsspec.register_implementation("gs", before, clobber=True)
-
-
-def test_file_for_google_is_committed_and_compared_by_its_md5(google: str) -> None:
+def test_file_for_google_is_committed_and_compared_by_its_md5(monkeypatch):
     """A Google bucket gets a file whole or not at all, and a file with another MD5 is set aside."""
-    content = os.urandom(12 * MIB)
+    monkeypatch.setitem(_registry, "gs", BucketOfGoogles)
+    google, content = "gs://bucket/run", os.urandom(12 * MIB)
     write(google, "a", content)
     assert read(f"{google}/a") == content
-
-    def fail() -> None:
-        with open_store(google).writer("a") as file:
-            file.write(bytes(12 * MIB))
-            raise KeyboardInterrupt
-
-    error_of(KeyboardInterrupt, fail)
+    error_of(KeyboardInterrupt, lambda: _write_and_raise(google, "a", 12 * MIB, KeyboardInterrupt))
     assert read(f"{google}/a") == content
-    assert "its MD5 is" in error_of(DamagedCheckpointError, lambda: write(google, "damaged", bytes(100)))
-    assert "it has 1 bytes, but 100 were sent" in error_of(
-        DamagedCheckpointError, lambda: write(google, "short", bytes(100))
-    )
+    for name, part in (("damaged", "its MD5 is"), ("short", "it has 1 bytes, but 100 were sent")):
+        assert part in error_of(DamagedCheckpointError, lambda name=name: write(google, name, bytes(100)))
     assert open_store(google).names() == ["a", "damaged.damaged", "short.damaged"]
 
 
-def test_urls_that_can_not_be_opened(monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion) -> None:
+def test_urls_that_can_not_be_opened(monkeypatch, snapshot):
     """A missing client is named with what to install, and an unknown kind of URL is not taken for a directory."""
     monkeypatch.setitem(sys.modules, "ossfs", None)
     said = [error_of(CheckpointError, open_store(url).names) for url in ("oss://bucket/run", "nothing://bucket")]
     assert plain("\n".join(said)) == snapshot
 
 
-def test_paths_and_urls_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_urls_are_told_apart(tmp_path, monkeypatch):
     """file:// is local, a relative path is made absolute once, and a URL stays as it was written."""
     monkeypatch.chdir(tmp_path)
-    assert not is_url("file:///data")
-    assert is_url("simplecache::s3://bucket")
-    assert not is_url("data::v2/train")
+    asked = [is_url(path) for path in ("file:///data", "simplecache::s3://bucket", "data::v2/train")]
+    assert asked == [False, True, False]
     assert open_store("file:///data/run").path("a") == "/data/run/a"
     assert open_store("run").url == str(tmp_path / "run")
     assert open_store("s3://bucket/run/").path("a") == "s3://bucket/run/a"
@@ -225,7 +191,55 @@ print([name for name in ("s3fs", "gcsfs", "botocore", "lightning_faulttolerant.s
 
 
 @pytest.mark.slow
-def test_local_files_need_no_client() -> None:
+def test_local_files_need_no_client():
     """Work on local files does not wait for the import of unneeded clients."""
     done = subprocess.run([sys.executable, "-c", NO_CLIENT], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# The disk that a directory is on.
+
+# A bind mount, escapes, a subvolume of btrfs, two mounts on one path, separators of str.splitlines, names like fields.
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+36 27 254:0 /srv/data /mnt/data rw,noatime master:1 shared:2 - ext4 /dev/vda rw
+41 27 0:45 / /mnt/my\\040shared\\011disk rw shared:7 - nfs4 server:/my\\040data rw,addr=10.0.0.1
+52 27 0:33 /@home /home rw,relatime shared:3 - btrfs /dev/vdb rw,subvolid=257
+60 27 0:50 / /mnt/data rw - fuse.s3fs s3fs rw
+61 60 0:51 / /mnt/data rw - tmpfs tmpfs rw
+62 27 0:52 /- /mnt/-\x85 rw propagate_from:2 - overlay - rw
+63 27 0:53 / /mnt/\x0b64 rw - cifs //server/ext4 rw
+6 27 0:54 / /mnt/short rw - xfs /dev/vdc rw
+70 27 0:55 - - rw - ext4 /dev/vdd rw
+80
+81 1 254:0 / /
+82 1 254:0 / - rw -
+83 1 254:0 / / rw ext4 /dev/vda rw
+"""
+TYPES = {"ext4": "27 36 70", "nfs4": "41", "btrfs": "52", "fuse.s3fs": "60", "tmpfs": "61", "overlay": "62"}
+TYPES |= {"cifs": "63", "xfs": "6", "": "80 81 82 83 64 1"}  # the last are not understood, or not there
+
+
+def test_disk_is_local_if_its_mount_is_of_a_known_type(tmp_path):
+    """The mount is found whatever its paths contain; memory is local, but no special file system, nor what is gone."""
+    for kind, mounts in TYPES.items():
+        assert {type_of_mount(mount_id, MOUNTS) for mount_id in mounts.split()} == {kind}
+    assert type_of_mount("", MOUNTS) == ""
+    assert is_on_local_disk("/dev/shm") == Path("/dev/shm").is_dir()
+    assert not is_on_local_disk("/proc")
+    assert not is_on_local_disk(str(tmp_path / "missing"))
+
+
+def test_no_temporary_name_comes_twice(monkeypatch):
+    """Names differ within a process and from those of its forks, even by their end, and cost one call of the system."""
+    names = [temporary_name("a.ckpt") for _ in range(50)]
+    with monkeypatch.context() as patch:
+        patch.delattr("secrets.token_hex")
+        patch.delattr("secrets.randbits")
+        names += [temporary_name("a.ckpt") for _ in range(50)]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        of_forks = pool.map(temporary_name, ["a.ckpt"] * 100)
+    tails = {name.rpartition("-")[2] for name in (*names, *of_forks)}  # without the process id
+    assert len({*names, *of_forks}) == len(tails) == 200
+    assert all(is_of_this_process(name) for name in names)
+    assert not any(is_of_this_process(name) for name in of_forks)
