@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 from syrupy.assertion import SnapshotAssertion
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lightning_faulttolerant import DistributedShardedDataset, InterruptibleSampler, ShardedMapDataset
+from lightning_faulttolerant import DistributedShardedDataset, ShardedMapDataset
 from lightning_faulttolerant.samplers.images import ShardPositions
 from tests.messages import plain
 
@@ -75,18 +75,6 @@ def test_the_order_of_dealing_is_that_of_the_original(root: Path, monkeypatch: p
     assert numbers_of(part_of(root, None, None, 0.5, shuffle=False)) == [1, 3, 5, 7, 9]
 
 
-def test_a_part_is_gone_through_by_the_sampler(root: Path) -> None:
-    """The documented pair of data set and sampler continues after a state."""
-    dataset = part_of(root, 1, 2, 0.5)
-    sampler = InterruptibleSampler(dataset)
-    first = next(iter(DataLoader(dataset, sampler=sampler, batch_size=2)))[0][:, 0].tolist()
-    sampler.advance(2)
-    again = InterruptibleSampler(dataset)
-    again.load_state_dict(sampler.state_dict())
-    rest = [int(n) for batch, _ in DataLoader(dataset, sampler=again, batch_size=2) for n in batch[:, 0]]
-    assert sorted(first + rest) == sorted(numbers_of(dataset))
-
-
 def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
     """Transforms of loading run once, and those of access at each one; with lazy=True, a start loads nothing."""
     calls: list[str] = []
@@ -107,28 +95,19 @@ def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
     assert numbers_of(part_of(root, lazy=True)) == numbers_of(part_of(root))
 
 
-def test_the_global_generators_stay(root: Path) -> None:
-    """Python's and torch's generators stay as they are."""
+def test_a_part_is_plain_and_draws_nothing(root: Path) -> None:
+    """Python's and torch's generators stay, a device has one tensor each, and it can be pickled."""
     random.random()  # otherwise the state could be that after a shuffle in an earlier test
     before = random.getstate(), torch.get_rng_state()
-    numbers_of(part_of(root))
-    ShardedMapDataset(range(10))[0]
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-
-
-def test_a_device_holds_tensors(root: Path) -> None:
-    """Samples and class numbers become one tensor each."""
-    dataset = part_of(root, device_id="cpu", shuffle=False)
-    assert dataset.samples.shape == (10, 3)
-    assert dataset.targets.tolist() == [0] * 4 + [1] * 6
-
-
-def test_spawned_workers_get_the_data_set(root: Path) -> None:
-    """It can be pickled, with the default arguments too."""
     dataset = part_of(root)
     assert numbers_of(pickle.loads(pickle.dumps(dataset))) == numbers_of(dataset)
     pickle.loads(pickle.dumps(DistributedShardedDataset(root, 0, 1, 0.1)))
+    ShardedMapDataset(range(10))[0]
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    on_device = part_of(root, device_id="cpu", shuffle=False)
+    assert on_device.samples.shape == (10, 3)
+    assert on_device.targets.tolist() == [0] * 4 + [1] * 6
 
 
 @settings(max_examples=60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -141,15 +140,6 @@ def test_no_sample_of_a_group_is_lost_with_other_ranks_and_batch_sizes(
     assert leftover == "pad" or seen.total() - len(seen) <= (max(world) - 1) * most_size
 
 
-def test_the_batches_of_another_size_follow_the_consumed_samples() -> None:
-    """In the original's case, of 10 samples, 4 consumed by one rank in batches, the other 6 come to two ranks."""
-    alone = of_ranks(10)
-    before = list(islice(iter(alone), 4))
-    alone.advance(4)
-    rest = [n for rank in range(2) for n in loaded(of_ranks(10, ranks=2, rank=rank), alone.state_dict())]
-    assert sorted(before + rest) == list(range(10))
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "ranks": lambda: of_ranks(5000, ranks=2, rank=1),
     "ranks, computed": lambda: of_ranks(5000, ranks=2, rank=1, order="feistel"),
@@ -162,7 +152,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rest_of_an_epoch_is_that_of_the_whole(kind: str) -> None:
-    """From any position, over several chunks, the rest is what a full iteration yields after it, also if loaded."""
+    """From any position, the rest is what a full iteration yields after it, also if loaded from a small state."""
     sampler = KINDS[kind]()
     whole = list(sampler)
     assert isinstance(sampler, SkipsIndices)
@@ -170,25 +160,14 @@ def test_the_rest_of_an_epoch_is_that_of_the_whole(kind: str) -> None:
         assert list(sampler.iter_from(skip)) == whole[skip:]
         if skip < len(whole):
             saved = advanced(KINDS[kind](), skip)
-            again = loaded(KINDS[kind](), saved.state_dict())
-            assert list(again) == list(saved) == whole[skip:]
-            assert again.state_dict() == saved.state_dict()
+            state = saved.state_dict()
+            again = loaded(KINDS[kind](), state)
+            assert list(again) == list(saved) == list(pickle.loads(pickle.dumps(saved))) == whole[skip:]
             assert again.progress == skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_is_plain_and_small(kind: str) -> None:
-    """A state holds plain values and is a copy; a pickled sampler has its position, and no permutation."""
-    sampler = advanced(KINDS[kind](), 2)
-    state = sampler.state_dict()
-    kept = copy.deepcopy(state)
-    assert len(pickle.dumps(state)) < 1000
-    state.clear()
-    assert sampler.state_dict() == kept
-    expected = list(sampler)
-    text = pickle.dumps(sampler)
-    assert len(text) < 5000
-    assert list(pickle.loads(text)) == expected
+            assert len(pickle.dumps(state)) < 1000
+            assert len(pickle.dumps(saved)) < 5000  # no permutation
+            state.clear()
+            assert again.state_dict() == saved.state_dict() != {}
     assert type(of_ranks(seed=np.int64(3)).state_dict()["seed"]) is int
 
 
@@ -211,29 +190,24 @@ def test_a_state_after_other_batch_sizes_is_small() -> None:
 
 def test_an_epoch_is_left_when_it_is_consumed() -> None:
     """Set, entered, or iterated again, each epoch has its own order, and begins at its first sample."""
-    sampler = of_ranks(50)
-    orders = []
+    sampler, plain, orders = of_ranks(50), of_ranks(50), []
     for epoch in range(3):
         with sampler.in_epoch(epoch):
             orders.append(tuple(sampler))
-            sampler.advance(25)
-            assert sampler.progress == 25
-            sampler.advance(25)
+            for progress in (25, 50):
+                sampler.advance(25)
+                assert sampler.progress == progress
+        assert tuple(plain) == orders[-1]
+        plain.advance(50)
     sampler.set_epoch(5)
     orders.append(tuple(sampler))
     assert len(set(orders)) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
-    plain = of_ranks(50)
-    for order in orders[:3]:
-        found = tuple(plain)
-        plain.advance(len(found))
-        assert found == order
     sampler = advanced(of_ranks(), 10)
-    sampler.reset_progress()  # after the end, it goes to the next epoch
-    assert (sampler.epoch, sampler.progress) == (1, 0)
-    sampler.advance(4)
-    sampler.reset_progress()
-    assert (sampler.epoch, sampler.progress) == (1, 0)
+    for num_advanced in (0, 4):
+        sampler.advance(num_advanced)
+        sampler.reset_progress()  # after the end, it goes to the next epoch
+        assert (sampler.epoch, sampler.progress) == (1, 0)
 
 
 def test_a_restored_epoch_goes_before_others() -> None:
@@ -268,15 +242,14 @@ def test_a_state_from_an_epochs_end_begins_the_next() -> None:
         assert again.state_dict() == {**inside, "epoch": 3}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 10, 16])
-def test_a_constant_advance_fits_a_short_last_batch(batch_size: int) -> None:
+def test_a_constant_advance_fits_a_short_last_batch() -> None:
     """The documented loop, advance(batch_size) for every batch, runs through an epoch of any length."""
-    sampler = of_ranks(10)
-    loader = DataLoader(range(10), sampler=sampler, batch_size=batch_size, num_workers=int(batch_size == 4))  # type: ignore[arg-type]
-    for _ in loader:
-        sampler.advance(batch_size)
-    assert sampler.is_over
-    assert sampler.progress == 10
+    for batch_size in (1, 3, 4, 10, 16):
+        sampler = of_ranks(10)
+        for _ in DataLoader(range(10), sampler=sampler, batch_size=batch_size, num_workers=int(batch_size == 4)):  # type: ignore[arg-type]
+            sampler.advance(batch_size)
+        assert sampler.is_over
+        assert sampler.progress == 10
 
 
 def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
@@ -322,14 +295,13 @@ def test_no_samples_are_no_epochs_end() -> None:
     assert [list(of_ranks(3, ranks=8, rank=rank, shuffle=False)) for rank in range(8)] == [[i % 3] for i in range(8)]
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("full", 5), ("remaining", 3)])
-def test_len_is_that_of_the_whole_epoch_unless_asked(mode: Any, expected: int) -> None:
+def test_len_is_that_of_the_whole_epoch_unless_asked() -> None:
     """The remaining length is available in any case."""
-    sampler = loaded(of_ranks(10, ranks=2, len_mode=mode), {"progress": 2, "epoch": 0})
-    assert len(DataLoader(range(10), sampler=sampler)) == expected
-    assert sampler.remaining() == 3
-    alone = advanced(single(5, len_mode=mode), 2)
-    assert (len(alone), alone.remaining()) == (expected, 3)
+    for mode, expected in (("full", 5), ("remaining", 3)):
+        sampler = loaded(of_ranks(10, ranks=2, len_mode=mode), {"progress": 2, "epoch": 0})
+        assert len(DataLoader(range(10), sampler=sampler)) == expected  # type: ignore[arg-type]
+        alone = advanced(single(5, len_mode=mode), 2)
+        assert (len(alone), alone.remaining(), sampler.remaining()) == (expected, 3, 3)
 
 
 def test_a_count_that_can_not_be_changes_nothing() -> None:
@@ -438,25 +410,14 @@ def test_a_loader_takes_groups_as_its_batch_sampler() -> None:
     assert sampler.epoch == 3
 
 
-def test_groups_may_be_anything_that_can_be_distinguished() -> None:
-    """Strings, numbers, and tensors of them give the same batches."""
+def test_groups_and_names_may_be_spelled_otherwise() -> None:
+    """Strings and tensors give the same batches; the original's spelling is the same class, and Lightning's own."""
     expected = list(grouped([0, 1, 0, 1, 0], 2))
     assert list(grouped(["a", "b", "a", "b", "a"], 2)) == expected
     assert list(grouped(torch.tensor([7, 5, 7, 5, 7]), 2)) == expected
-
-
-# Names, ranks, and states of the original
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["InterruptibleDistributedSampler", "InterruptibleSampler", "InterruptibleDistributedGroupedBatchSampler"],
-)
-def test_the_spelling_of_the_original_names_the_same_class(name: str) -> None:
-    """Both spellings are one class, and Lightning doesn't replace what is a DistributedSampler."""
-    found = getattr(lightning_faulttolerant, name.replace("ptible", "ptable"))
-    assert found is getattr(lightning_faulttolerant, name)
-    assert isinstance(of_ranks(), DistributedSampler)
+    for kind in (InterruptibleDistributedSampler, InterruptibleSampler, InterruptibleDistributedGroupedBatchSampler):
+        assert getattr(lightning_faulttolerant, kind.__name__.replace("ptible", "ptable")) is kind
+    assert isinstance(of_ranks(), DistributedSampler)  # Lightning doesn't replace it
 
 
 def test_ranks_are_asked_for_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,28 +443,20 @@ def test_the_originals_state_continues_here() -> None:
     assert list(loaded(single(10, seed=3), {"progress": 3, "epoch": 4})) == list(expected)[3:]
 
 
-def test_the_originals_order_of_later_epochs_is_announced() -> None:
-    """A warning comes: the original's versions disagree on the order, and its state doesn't distinguish them."""
+def test_what_has_no_effect_or_another_order_is_warned_of() -> None:
+    """The original's versions disagree on the order of later epochs; some arguments mean nothing for a single rank."""
     with pytest.warns(UserWarning, match="order of epoch 0"):
         sampler = loaded(of_ranks(20), {"progress": 4, "epoch": 2})
     assert (sampler.epoch, sampler.progress) == (2, 4)
     loaded(of_ranks(20, shuffle=False), {"progress": 4, "epoch": 2})
+    for name, value in {"num_replicas": 2, "rank": 1, "drop_last": True}.items():
+        with pytest.warns(UserWarning, match=f"{name} has no effect"):
+            assert sorted(single(10, **{name: value})) == list(range(10))
 
 
-@pytest.mark.parametrize("arguments", [{"num_replicas": 2}, {"rank": 1}, {"drop_last": True}])
-def test_arguments_without_effect_are_warned_of(arguments: dict[str, Any]) -> None:
-    """num_replicas, rank, and drop_last mean nothing for a single rank."""
-    with pytest.warns(UserWarning, match=f"{next(iter(arguments))} has no effect"):
-        assert sorted(single(10, **arguments)) == list(range(10))
-
-
-MAKERS = {"ranks": of_ranks, "single": single, "grouped": grouped}
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_seeds_are_those_of_torch(kind: str) -> None:
+@pytest.mark.parametrize("make", [of_ranks, single, grouped])
+def test_seeds_are_those_of_torch(make: Any) -> None:
     """Seed and epoch together may exceed torch's range, then continue from 0; the computed order takes any number."""
-    make: Any = MAKERS[kind]
     for seed, same in ((2**64 - 1, -1), (-(2**63), 2**63)):
         ours, other = make(seed=seed), make(seed=same)
         for epoch in range(3):
@@ -517,13 +470,6 @@ def test_seeds_are_those_of_torch(kind: str) -> None:
 
 
 # Errors
-
-
-def test_another_number_of_ranks_may_be_refused() -> None:
-    """With on_world_size_change="error", the same number continues."""
-    same = loaded(of_ranks(10, on_world_size_change="error"), advanced(of_ranks(10), 4).state_dict())
-    assert same.progress == 4
-
 
 STATE = {**of_ranks().state_dict(), "progress": 4, "global_consumed": 4}
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
@@ -595,19 +541,16 @@ def test_what_can_not_be_is_refused_and_changes_nothing(case: str, snapshot: Sna
     assert sampler.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    "other", [{"length": 11}, {"seed": 1}, {"shuffle": False}, {"drop_last": True}, {"order": "feistel"}]
-)
-def test_a_state_of_other_data_is_refused(
-    other: dict[str, Any], snapshot: SnapshotAssertion, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_of_other_data_is_refused(snapshot: SnapshotAssertion, caplog: pytest.LogCaptureFixture) -> None:
     """The state holds what determines the order, and a difference is an error with both values, or a warning."""
     saved = advanced(of_ranks(10), 4)
-    sampler = of_ranks(**{"length": 10, **other})
-    with pytest.raises(FingerprintMismatchError) as caught:
-        sampler.load_state_dict(saved.state_dict())
-    assert str(caught.value) == snapshot
-    assert sampler.progress == 0
-    sampler.load_state_dict(saved.state_dict(), strict=False)
-    assert f"{next(iter(other)).replace('length', 'dataset_len')} was" in caplog.text
-    assert sampler.global_consumed == 4
+    for name, value in {"length": 11, "seed": 1, "shuffle": False, "drop_last": True, "order": "feistel"}.items():
+        sampler = of_ranks(**{"length": 10, name: value})
+        with pytest.raises(FingerprintMismatchError) as caught:
+            sampler.load_state_dict(saved.state_dict())
+        assert str(caught.value) == snapshot(name=name)
+        assert sampler.progress == 0
+        sampler.load_state_dict(saved.state_dict(), strict=False)
+        assert f"{name.replace('length', 'dataset_len')} was" in caplog.text
+        assert sampler.global_consumed == 4
+    assert loaded(of_ranks(10, on_world_size_change="error"), saved.state_dict()).progress == 4

@@ -16,7 +16,6 @@ import pytest
 from lightning_faulttolerant.processes import is_running, started_at
 from lightning_faulttolerant.supervision import (
     heartbeats as heartbeats_module,
-    watch as stacks_module,
     watch as watcher_module,
 )
 from lightning_faulttolerant.supervision.heartbeats import (
@@ -38,14 +37,10 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import (
-    HANG_EXIT_CODE,
     SIGNAL,
-    ExitSignal,
     Hang,
     HangWatcher,
     StackHandler,
-    end_hung,
-    hang_report,
     lagging_ranks,
     stacks_of,
     stacks_path,
@@ -147,27 +142,21 @@ def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
     assert watcher.times.limit(replace(before, batch=9)) == (1800, "none of its kind has ended yet")
 
 
-def test_time_in_which_nobody_looked_does_not_count(tmp_path: Path) -> None:
-    """A machine that slept for an hour has no hang."""
-    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
-    heartbeat.begin(SAVE)
-    looks(watcher, clock, 2)
-    clock.now += 3600
-    assert looks(watcher, clock, 2) is None
-
-
-def test_a_watcher_that_looks_rarely_counts_its_own_pace(tmp_path: Path) -> None:
-    """``--monitor-interval 30`` must not make a minute of thirty."""
+def test_only_time_in_which_the_watcher_looked_counts(tmp_path: Path) -> None:
+    """A machine that slept for an hour has no hang, and ``--monitor-interval 30`` doesn't make a minute of thirty."""
     heartbeat, watcher, clock = watched(tmp_path, timeout=100, step=30)
     heartbeat.begin(SAVE)
-    assert [looks(watcher, clock, 30) is not None for _ in range(6)] == [False] * 4 + [True, False]
+    assert looks(watcher, clock, 30) is None
+    clock.now += 3600
+    assert [looks(watcher, clock, 30) is not None for _ in range(6)] == [False] * 3 + [True] + [False] * 2
 
 
-def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path) -> None:
+def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heartbeat says when its process has started. A zombie has ended, too."""
-    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
-    heartbeat.begin(SAVE)
-    heartbeat._set(started=started_at(os.getpid()) - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeats_module, "started_at", lambda _: 1)
+        heartbeat, watcher, clock = watched(tmp_path, timeout=5)
+        heartbeat.begin(SAVE)
     assert looks(watcher, clock, 10) is None
     assert watcher.is_empty
     assert is_running(os.getpid(), started_at(os.getpid()))
@@ -221,29 +210,19 @@ def test_what_is_watched(tmp_path: Path, hang: int, section: int, expected: bool
 
 
 def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
-    """The slowest sections are beside the history, and damaged files are no reason to stop."""
+    """The slowest sections and the last hang are beside the history, and damaged files are no reason to stop."""
+    directory = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    heartbeat, watcher, clock = watched(tmp_path, run=str(tmp_path / "run"))
+    assert last_hang(directory) is None
+    heartbeat, watcher, clock = watched(tmp_path, run=directory)
     heartbeat.begin(TRAINING_BATCH)
     looks(watcher, clock, 60)
     heartbeat.begin(SAVE)
     looks(watcher, clock, 1)
     watcher.write_learned()
-    times = SectionTimes()
-    times.follow(str(tmp_path / "run"))
-    assert times.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
-    (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
-    damaged = SectionTimes()
-    damaged.follow(str(tmp_path / "run"))
-    assert damaged.limit(marks_at(0, 1))[0] == 1800
-
-
-def test_the_next_start_knows_when_the_last_hang_was(tmp_path: Path) -> None:
-    """Its times are kept next to what was learned, over starts without a hang, and damage means that none is known."""
-    directory = str(tmp_path)
-    assert last_hang(directory) is None
     hung, later = SectionTimes(), SectionTimes()
     hung.follow(directory)
+    assert hung.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
     hung.note_hang(marks_at(0, 5), 300.0)
     noticed = time.time()
     hung.writing()()
@@ -254,7 +233,10 @@ def test_the_next_start_knows_when_the_last_hang_was(tmp_path: Path) -> None:
     assert times is not None
     assert times[1] - times[0] == pytest.approx(300.0, abs=0.01)
     assert times[1] == pytest.approx(noticed, abs=1.0)
-    (tmp_path / FILE_NAME).write_text(json.dumps([1]))
+    (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
+    damaged = SectionTimes()
+    damaged.follow(directory)
+    assert damaged.limit(marks_at(0, 1))[0] == 1800
     assert last_hang(directory) is None
 
 
@@ -307,61 +289,6 @@ def test_the_signal_for_stacks_is_given_back(tmp_path: Path) -> None:
     handler.close()
     handler.close()
     assert stacks_of(os.getpid(), path, "S") == "it has no handler that writes its stacks"
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_process_ends_with_the_documented_code(closed: bool) -> None:
-    """The C library ends it, with its own number as the code; once given back, the signal is the system's again."""
-    handler = ExitSignal()
-    ready, done = os.pipe()
-    process_id = os.fork()
-    if not process_id:
-        if closed:
-            handler.close()
-        os.write(done, b"x")
-        time.sleep(60)
-        os._exit(1)
-    handler.close()
-    os.read(ready, 1)
-    for descriptor in (ready, done):
-        os.close(descriptor)
-    os.kill(process_id, signal.SIGSTOP)
-    end_hung([process_id])
-    code = os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-    assert code == (-HANG_EXIT_CODE if closed else HANG_EXIT_CODE)
-
-
-def test_a_watcher_that_is_a_child_of_what_hangs_survives_it(tmp_path: Path) -> None:
-    """It starts as a child of the training process, and is neither ended with it nor in its report."""
-    survived, done = os.pipe()
-    process_id = os.fork()
-    if not process_id:
-        parent = os.getpid()
-        if not os.fork():
-            hung = replace(marks_at(0, 1), process_id=parent)
-            hang = Hang(beat=hung, seconds=1.0, limit_seconds=1.0, why="", ranks=((hung, 1.0),))
-            report = hang_report(hang, tmp_path)
-            end_hung([parent])
-            os.write(done, b"in the report" if f"Process {os.getpid()}" in report else b"survived")
-            os._exit(0)
-        time.sleep(60)
-        os._exit(1)
-    os.close(done)
-    os.waitpid(process_id, 0)
-    assert os.read(survived, 100) == b"survived"
-    os.close(survived)
-
-
-def test_a_process_ends_without_proc_and_signals_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On macOS there is only SIGKILL."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(stacks_module, "parents_and_states", lambda: ({}, {}))
-    process_id = os.fork()
-    if not process_id:
-        time.sleep(60)
-        os._exit(1)
-    end_hung([process_id])
-    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == -signal.SIGKILL
 
 
 def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:
