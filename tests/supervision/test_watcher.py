@@ -144,11 +144,14 @@ def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
 
 def test_only_time_in_which_the_watcher_looked_counts(tmp_path: Path) -> None:
     """A machine that slept for an hour has no hang, and ``--monitor-interval 30`` doesn't make a minute of thirty."""
-    heartbeat, watcher, clock = watched(tmp_path, timeout=100, step=30)
-    heartbeat.begin(SAVE)
-    assert looks(watcher, clock, 30) is None
-    clock.now += 3600
-    assert [looks(watcher, clock, 30) is not None for _ in range(6)] == [False] * 3 + [True] + [False] * 2
+    (tmp_path / "rarely").mkdir()
+    for directory, timeout, step, hour in ((tmp_path, 5, 0.5, 3600), (tmp_path / "rarely", 100, 30, 0)):
+        heartbeat, watcher, clock = watched(directory, timeout=timeout, step=step)
+        heartbeat.begin(SAVE)
+        assert looks(watcher, clock, 4 * step) is None
+        clock.now += hour
+        assert looks(watcher, clock, 2) is None
+    assert [looks(watcher, clock, 30) is not None for _ in range(2)] == [True, False]
 
 
 def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
