@@ -9,7 +9,7 @@ from typing import Any
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 
 _SHARD_BYTES = 512
-"""About 15 samples."""
+"""28 samples."""
 
 
 def write(

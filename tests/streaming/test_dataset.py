@@ -17,22 +17,13 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, StreamingError
-from tests.streaming.shard_files import batches, numbers, shard_paths, write
+from tests.streaming.shard_files import batches, numbers, write
 
-DOCUMENTED = {
-    "local": inspect.Parameter.empty,
-    "remote": None,
-    "split": None,
-    "shuffle": False,
-    "predownload": 100_000,
-    "keep_zip": None,
-    "download_retry": 2,
-    "download_timeout": 60,
-    "validate_hash": None,
-    "shuffle_seed": 9176,
-    "num_canonical_nodes": None,
-    "batch_size": None,
-}
+DOCUMENTED = (
+    *("local", "remote", "split", "shuffle", "predownload", "keep_zip", "download_retry", "download_timeout"),
+    *("validate_hash", "shuffle_seed", "num_canonical_nodes", "batch_size"),
+)
+DEFAULTS = (None, None, False, 100_000, None, 2, 60, None, 9176, None, None)
 
 
 @pytest.fixture
@@ -43,13 +34,9 @@ def directory(tmp_path: Path) -> str:
 
 def test_the_arguments_are_the_documented_ones() -> None:
     """The first twelve have the documentation's names, order, and defaults, for use by position and by name."""
-    parameters = inspect.signature(StreamingDataset).parameters
-    names = list(parameters)[: len(DOCUMENTED)]
-    assert names == list(DOCUMENTED)
-    assert all(parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in names)
-    assert {name: parameters[name].default for name in names[1:]} == {
-        name: default for name, default in DOCUMENTED.items() if name != "local"
-    }
+    parameters = list(inspect.signature(StreamingDataset).parameters.values())[:12]
+    assert tuple(parameter.name for parameter in parameters) == DOCUMENTED
+    assert tuple(parameter.default for parameter in parameters[1:]) == DEFAULTS
 
 
 def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
@@ -125,49 +112,18 @@ def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
     assert 40 < len([link for link in links if link.startswith(str(tmp_path))]) <= 64
 
 
-def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory: str) -> None:
-    """From a cold cache, only the shards of the batch and the shard that is fetched ahead are fetched."""
-    cache = tmp_path / "cache"
-    samples = iter(StreamingDataset(str(cache), directory, predownload=4, batch_size=4))
-    assert [next(samples)["n"] for _ in range(4)] == list(range(4))
-    assert len(shard_paths(cache)) <= 2
-
-
-def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
-    """The warning comes once, at construction; a whole batch is enough, and without a batch size nothing is known."""
-    with pytest.warns(UserWarning, match=r"predownload < batch_size \(3 < 4\)") as warned:
+def test_sizes_that_make_a_run_slow_are_warned_of(directory: str) -> None:
+    """The warning comes once, at construction, and only where it matters."""
+    largest = int(StreamingDataset(directory).samples_per_shard.max())
+    with pytest.warns(UserWarning, match=r"predownload < batch_size \(3 < 4\)") as one:
         StreamingDataset(directory, predownload=3, batch_size=4)
-    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+    with pytest.warns(UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}") as two:
+        StreamingDataset(directory, shuffle=True, shuffle_block_size=largest - 1)
+    assert [Path(warning.filename).name for warning in (*one, *two)] == [Path(__file__).name] * 2
     StreamingDataset(directory, predownload=4, batch_size=4)
     StreamingDataset(directory, predownload=1)
-
-
-def test_a_block_below_a_shard_is_warned_of(directory: str) -> None:
-    """The warning comes once, at construction, but not without shuffle."""
-    largest = int(StreamingDataset(directory).samples_per_shard.max())
-    with pytest.warns(
-        UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}"
-    ) as warned:
-        StreamingDataset(directory, shuffle=True, shuffle_block_size=largest - 1)
-    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
     StreamingDataset(directory, shuffle=True, shuffle_block_size=largest)
     StreamingDataset(directory, shuffle=False, shuffle_block_size=1)
-
-
-def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
-    """Threads that fetch ahead end when an iteration has ended, and when it is abandoned."""
-    dataset = StreamingDataset(str(tmp_path / "cache"), directory, predownload=1)
-    samples = iter(dataset)
-    next(samples)
-    assert _prefetching()
-    del samples
-    assert not _prefetching()
-    assert numbers(dataset) == list(range(101))
-    assert not _prefetching()
-
-
-def _prefetching() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
 def test_an_epoch_may_have_another_size(directory: str) -> None:
@@ -192,24 +148,18 @@ def test_a_copy_is_another_data_set(directory: str, copied: Any) -> None:
 
 
 def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) -> None:
-    """Samples count from where this iteration began or, with from_beginning, from the epoch's beginning."""
+    """Samples count from where this iteration began or from the epoch's beginning; its end is the next one's."""
     dataset = StreamingDataset(directory)
-    dataset.load_state_dict({**dataset.state_dict(0, True), "epoch": 2, "sample_in_epoch": 10})
+    state = dataset.state_dict(0, True)
+    dataset.load_state_dict({**state, "epoch": 2, "sample_in_epoch": 10})
     assert dataset.state_dict(0, False)["sample_in_epoch"] == 10
     next(iter(dataset))
-    places = [dataset.state_dict(5, from_beginning) for from_beginning in (False, True)]
-    assert [(place["epoch"], place["sample_in_epoch"]) for place in places] == [(2, 15), (2, 5)]
-
-
-def test_the_end_of_an_epoch_is_the_beginning_of_the_next(directory: str) -> None:
-    """At the end of an epoch the state is the next epoch's, and so is the original's: there is no empty epoch."""
-    dataset = StreamingDataset(directory, shuffle=True)
-    first, second = numbers(dataset), numbers(dataset)
-    assert len(first) == 101
-    state = dataset.state_dict(101, True)
-    assert (state["epoch"], state["sample_in_epoch"]) == (2, 0)
-    dataset.load_state_dict({**state, "epoch": 0, "sample_in_epoch": 101})
-    assert numbers(dataset) == second
+    for place, expected in (((5, False), (2, 15)), ((5, True), (2, 5)), ((101, True), (3, 0))):
+        found = dataset.state_dict(*place)
+        assert (found["epoch"], found["sample_in_epoch"]) == expected
+    dataset.load_state_dict({**state, "epoch": 0, "sample_in_epoch": 101})  # as the original says it
+    assert len(numbers(dataset)) == 101
+    assert dataset.next_epoch == 2
 
 
 def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_path: Path, directory: str) -> None:

@@ -68,20 +68,6 @@ def test_ranks_that_are_forked_with_a_data_set_count_their_own_epochs(
     assert [path.read_text() for path in found] == [repr(expected)] * 2
 
 
-@pytest.mark.slow
-def test_ranks_that_are_spawned_with_a_data_set_count_their_own_epochs(tmp_path: Path) -> None:
-    """A data set that was sent to ranks begins in each of them where it was, whatever was read in between."""
-    dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
-    found = tmp_path / "rank"
-    rank = multiprocessing.get_context("spawn").Process(
-        target=_epochs_of_rank, args=(StreamingDataLoader, dataset, 2, found)
-    )
-    rank.start()
-    expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
-    rank.join()
-    assert found.read_text() == repr(expected)
-
-
 def _read_and_be_killed(directory: str, process_ids: Path) -> None:
     dataset = StreamingDataset(directory, batch_size=8)
     loader = StreamingDataLoader(dataset, batch_size=8, num_workers=1, persistent_workers=True)

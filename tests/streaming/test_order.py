@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import tracemalloc
 import weakref
 from collections import Counter
@@ -62,11 +63,16 @@ def test_every_sample_comes_once_in_every_epoch(
 
 
 def test_an_order_is_that_of_its_seed_and_epoch() -> None:
-    """Another epoch or another seed is another order; the same ones give the same order."""
+    """Another epoch or another seed is another order; unshuffled, canonical nodes take turns; an end is a beginning."""
     seeds = ((0, 1), (1, 1), (0, 2), (1, 0), (0, 1))
     orders = [tuple(ids_of(epoch_order([[50] * 20], epoch=epoch, seed=seed, shuffle=True))) for epoch, seed in seeds]
     assert orders[0] == orders[4]
     assert len(set(orders)) == 4
+    assert ids_of(epoch_order([[2, 3], [2]], epoch=0)) == list(range(7))
+    assert ids_of(epoch_order([[2, 3], [2]], epoch=5, num_canonical_nodes=2)) == [0, 4, 1, 5, 2, 6, 3]
+    drawn = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
+    assert drawn == sorted(drawn)
+    assert [normalised(3, position, num_positions=10) for position in (9, 10, 12)] == [(3, 9), (4, 0), (4, 0)]
 
 
 FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
@@ -149,14 +155,6 @@ def test_a_canonical_node_has_the_same_samples_in_every_epoch() -> None:
     assert sum(map(len, shards)) <= 40 + 3
 
 
-def test_without_shuffle_samples_come_in_turn_from_each_canonical_node() -> None:
-    """One canonical node reads from the first sample to the last; two read their halves side by side."""
-    assert ids_of(epoch_order([[2, 3], [2]], epoch=0)) == list(range(7))
-    assert ids_of(epoch_order([[2, 3], [2]], epoch=5, num_canonical_nodes=2)) == [0, 4, 1, 5, 2, 6, 3]
-    drawn = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
-    assert drawn == sorted(drawn)
-
-
 # The deal of positions to ranks and their workers
 
 
@@ -226,52 +224,31 @@ def test_nothing_is_lost_however_often_the_world_changes_in_an_epoch(
     assert len(seen) - 96 < num_ranks
 
 
-@pytest.mark.parametrize("world", [(1, 1, 1), (1, 3, 2), (2, 2, 1), (4, 1, 1)])
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.9])
-def test_a_start_or_a_resume_needs_few_shards(world: tuple[int, int, int], at: float) -> None:
-    """The first batch is of at most eight shards of each node, and a node needs its own shards only."""
-    of_nodes: list[set[int]] = [set() for _ in range(world[0])]
-    for epoch in (1, 2):
-        order = epoch_order([[500] * 64], epoch=epoch, shuffle=True, num_canonical_nodes=world[0])
-        read = steps(32_000, int(32_000 * at) // 12 * 12, world, 60)
-        first = {n // 500 for batch in read[0] for n in order.sample_ids(np.array(batch)).tolist()}
-        assert len(first) <= 8 * world[0]
-        for rank in range(world[0] * world[1]):
-            positions = np.concatenate([of_ranks[rank] for of_ranks in read[:-1]])
-            of_nodes[rank // world[1]] |= set((order.sample_ids(positions) // 500).tolist())
-    assert sum(map(len, of_nodes)) <= 64 + world[0] - 1
-
-
-def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
-    """A state at or after the last position means the next epoch, with or without its repeats counted."""
-    places = [normalised(3, position, num_positions=10) for position in (9, 10, 12)]
-    assert places == [(3, 9), (4, 0), (4, 0)]
-
-
 # Mixtures of streams
 
 shards = st.lists(st.integers(1, 12), min_size=1, max_size=8)
 
 
-def weights_of(kind: str, numbers: list[float]) -> list[Weight]:
-    """Return one weight of a kind for each number."""
-    if kind == "choose":
-        return [Weight(choose=int(number * 10) + 1) for number in numbers]
-    if kind == "mixed":
-        return [Weight(repeat=number + 0.5) if number > 1 else Weight() for number in numbers]
-    return [Weight(**{kind: number + 0.5}) if kind else Weight() for number in numbers]
+WEIGHTS: dict[str, Callable[[float], Weight]] = {
+    "choose": lambda number: Weight(choose=int(number * 10) + 1),
+    "mixed": lambda number: Weight(repeat=number + 0.5) if number > 1 else Weight(),
+    "proportion": lambda number: Weight(proportion=number + 0.5),
+    "repeat": lambda number: Weight(repeat=number + 0.5),
+    "": lambda number: Weight(),
+}
 
 
 @given(
     sizes=st.lists(shards, min_size=1, max_size=4),
-    kind=st.sampled_from(["proportion", "repeat", "choose", "mixed", ""]),
+    kind=st.sampled_from(sorted(WEIGHTS)),
     data=st.data(),
 )
 def test_a_mix_has_as_many_samples_of_each_stream_as_the_original(
     sizes: list[list[int]], kind: str, data: st.DataObject
 ) -> None:
     """The counts, proportions, and repeats of each stream are the original's."""
-    weights = weights_of(kind, data.draw(st.lists(st.floats(0, 3), min_size=len(sizes), max_size=len(sizes))))
+    drawn = data.draw(st.lists(st.floats(0, 3), min_size=len(sizes), max_size=len(sizes)))
+    weights = [WEIGHTS[kind](number) for number in drawn]
     samples = [sum(of_stream) for of_stream in sizes]
     assume(any(int((weight.repeat or 1) * size) for weight, size in zip(weights, samples, strict=True)))
     epoch_size = data.draw(st.none() | st.integers(20, 99)) if kind in ("proportion", "") else None
@@ -325,17 +302,12 @@ def test_an_order_reads_what_was_chosen(
         first += sum(of_stream)
 
 
-def test_a_part_of_a_stream_is_drawn_again_only_if_balanced() -> None:
-    """Samples that are "balanced" differ in each epoch, with and without shuffle; "fixed" ones are the same."""
-    for shuffle in (False, True):
-        for method, is_same in (("balanced", False), ("fixed", True)):
-            options = {"shuffle": shuffle, "chosen": [40], "sampling_method": method}
-            first, second = (set(ids_of(epoch_order([[40, 40]], epoch=epoch, **options))) for epoch in (0, 1))
-            assert (first == second) is is_same
-
-
-def test_which_shards_have_a_sample_more_is_drawn() -> None:
-    """Over the epochs each shard gets the extra sample as often as others; a grain keeps the number of shards small."""
+def test_which_samples_and_shards_are_drawn() -> None:
+    """Each shard gets the extra sample as often as others, a grain keeps them few; "fixed" samples stay."""
+    for shuffle, (method, is_same) in itertools.product((False, True), (("balanced", False), ("fixed", True))):
+        options = {"shuffle": shuffle, "chosen": [40], "sampling_method": method}
+        first, second = (set(ids_of(epoch_order([[40, 40]], epoch=epoch, **options))) for epoch in (0, 1))
+        assert (first == second) is is_same
     found = [chosen_of_shards(np.full(5, 10), 2, granularity=1, draw=(1, epoch), stream=0) for epoch in range(200)]
     assert np.sum(found, axis=0).min() > 60  # 80 on average
     assert len({tuple(of_epoch.tolist()) for of_epoch in found}) == 10

@@ -96,10 +96,6 @@ def test_a_run_with_workers_continues_with_any_number_of_them(
     assert read + list(_epochs(loader, until=NUM_EPOCHS)) == expected
 
 
-def _as_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "current_world", lambda: world)
-
-
 def _global_batches(
     directory: str, state: dict[str, Any] | None, *, num_ranks: int, batch_size: int, num_steps: int, **options: Any
 ) -> tuple[list[list[int]], dict[str, Any]]:
@@ -108,7 +104,8 @@ def _global_batches(
     states = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(num_ranks):
-            _as_world(World(rank=rank, num_ranks=num_ranks, ranks_per_node=num_ranks), patch)
+            world = World(rank=rank, num_ranks=num_ranks, ranks_per_node=num_ranks)
+            patch.setattr(dataset_module, "current_world", lambda world=world: world)
             loader = _loader(directory, batch_size=batch_size, **options)
             if state is not None:
                 loader.load_state_dict(state)
@@ -153,19 +150,15 @@ def test_a_run_continues_with_any_number_of_ranks(
 
 def test_the_order_is_the_same_on_any_world(directory: str) -> None:
     """A resume takes over the canonical nodes of the first run, so the order stays though the nodes change."""
-    with pytest.MonkeyPatch.context() as patch:
-        _as_world(World(num_ranks=2, ranks_per_node=1), patch)
-        two = _loader(directory, batch_size=4)
-        first = _cut(_epochs(two, until=1), 3)
-        state = two.state_dict()
-        assert state["num_canonical_nodes"] == 2
-        _as_world(World(rank=1, num_ranks=2, ranks_per_node=1), patch)
-        other = _cut(_epochs(_loader(directory, batch_size=4), until=1), 3)
+    read, state = [], {}
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            world = World(rank=rank, num_ranks=2, ranks_per_node=1)
+            patch.setattr(dataset_module, "current_world", lambda world=world: world)
+            two = _loader(directory, batch_size=4)
+            read += [number for _, batch in _cut(_epochs(two, until=1), 3) for number in batch]
+            state = two.state_dict()
     one = _loader(directory, batch_size=8)
     one.load_state_dict(state)
-    rest = batches(one)
-    read = [number for _, batch in (*first, *other) for number in batch] + [
-        number for batch in rest for number in batch
-    ]
-    assert sorted(read) == list(range(NUM_SAMPLES))
-    assert one.state_dict()["num_canonical_nodes"] == 2
+    assert sorted(read + [number for batch in batches(one) for number in batch]) == list(range(NUM_SAMPLES))
+    assert one.state_dict()["num_canonical_nodes"] == state["num_canonical_nodes"] == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import StreamingDataset
 from lightning_faulttolerant.errors import MissingIndexError
 from lightning_faulttolerant.streaming import LocalDataset
-from lightning_faulttolerant.streaming.cache import directory
-from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, FileLock
-from tests.streaming.cache.children import child, wait_for
+from tests.streaming.children import child, wait_for
+from tests.streaming.remotes import SHARD, data_of, flaky
 from tests.streaming.shard_files import numbers, shard_paths, write
 
 NUM_SAMPLES = 101
@@ -60,8 +58,8 @@ def test_a_shard_says_what_the_index_says_of_it(tmp_path: Path) -> None:
     assert zipped.compression == "gz:1"
 
 
-def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset, Path]) -> None:
-    """A prepared shard is local without being read, an evicted one is gone and is fetched again on demand."""
+def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset, Path], remote: str) -> None:
+    """A prepared shard is local without being read, an evicted one is fetched again; the coldest is the first one."""
     dataset, cache = cached
     empty = dataset.cache_usage
     for shard in range(dataset.num_shards):
@@ -74,62 +72,36 @@ def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset,
     assert not shard_paths(cache)
     assert dataset.cache_usage == empty
     assert dataset[0] == {"n": 0}
-    assert len(shard_paths(cache)) == 1
-    assert numbers(dataset) == list(range(NUM_SAMPLES))
-
-
-def test_the_shard_that_was_used_least_recently_is_evicted(cached: tuple[StreamingDataset, Path]) -> None:
-    """The coldest shard is the one fetched first, and with none left there is an error."""
-    dataset, cache = cached
-    paths = []
-    for shard in (2, 0, 1):
+    for shard in (2, 1):
         dataset.prepare_shard(shard)
-        paths += [path for path in shard_paths(cache) if path not in paths]
-    for path in paths:
+    for shard in (0, 2, 1):
         dataset.evict_coldest_shard()
-        assert not path.exists()
+        assert not (cache / shard_paths(remote)[shard].name).exists()
     with pytest.raises(ValueError, match="no shard to evict"):
         dataset.evict_coldest_shard()
 
 
-def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[StreamingDataset, Path]) -> None:
+def test_a_shard_that_another_process_fetches_is_left_to_it(tmp_path: Path) -> None:
     """With `blocking=False`, nothing is waited for, and nothing is fetched twice."""
-    dataset, cache = cached
-    (cache / directory.MARKS_DIRECTORY).mkdir(parents=True, exist_ok=True)
-    path = cache / directory.MARKS_DIRECTORY / f"{shard_paths(cache.parent / 'remote')[1].name}{LOCK_SUFFIX}"
-
-    def fetch() -> None:
-        FileLock(str(path)).acquire(0)
-        time.sleep(60)
-
-    with child(fetch):
-        wait_for(path.exists)
-        dataset.prepare_shard(1, blocking=False)
-        assert not shard_paths(cache)
-        dataset.prepare_shard(2, blocking=False)
-        assert len(shard_paths(cache)) == 1
+    with flaky(data_of(), {SHARD: ["hang"]}) as (remote, faults):
+        dataset = StreamingDataset(str(tmp_path), remote)
+        with child(lambda: dataset.prepare_shard(1)):
+            wait_for(lambda: any(tmp_path.rglob("*.lock")))
+            dataset.prepare_shard(1, blocking=False)
+            assert faults.shards == []
+            dataset.prepare_shard(2, blocking=False)
+            assert faults.shards == ["shard.00002.mds"]
 
 
 def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
     """The arguments of a data set are available under the same names, with the values that it derives."""
-    dataset = StreamingDataset(
-        str(tmp_path / "cache"),
-        remote,
-        shuffle=True,
-        shuffle_seed=7,
-        shuffle_block_size=64,
-        sampling_method="fixed",
-        sampling_granularity=2,
-        epoch_size="0.05k",
-        cache_limit="1mb",
-        num_canonical_nodes=2,
-    )
-    assert (dataset.shuffle, dataset.shuffle_seed) == (True, 7)
-    assert (dataset.shuffle_block_size, dataset.sampling_method, dataset.sampling_granularity) == (64, "fixed", 2)
-    assert (dataset.epoch_size, dataset.cache_limit, dataset.num_canonical_nodes) == (50, 1 << 20, 2)
-    assert (dataset.batching_method, dataset.allow_unsafe_types) == ("random", False)
+    given = {"shuffle": True, "shuffle_seed": 7, "shuffle_block_size": 64, "num_canonical_nodes": 2}
+    given |= {"sampling_method": "fixed", "sampling_granularity": 2}
+    dataset = StreamingDataset(str(tmp_path / "cache"), remote, epoch_size="0.05k", cache_limit="1mb", **given)
+    expected = {**given, "epoch_size": 50, "cache_limit": 1 << 20, "batching_method": "random"}
+    assert {name: getattr(dataset, name) for name in expected} == expected
     plain = StreamingDataset(remote)
-    assert (plain.num_canonical_nodes, plain.epoch_size) == (1, NUM_SAMPLES)
+    assert (plain.num_canonical_nodes, plain.epoch_size, plain.allow_unsafe_types) == (1, NUM_SAMPLES, False)
 
 
 def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:

@@ -81,28 +81,18 @@ def test_a_stream_says_what_its_weight_comes_to(
     assert [(stream.proportion, stream.repeat, stream.choose) for stream in both.streams] == expected
 
 
-def test_a_weight_may_be_set_later(directories: list[str]) -> None:
-    """A weight set on a stream before its data set is created counts; a second one beside a resolved one is refused."""
-    streams = [Stream(local=directory) for directory in directories]
+def test_given_streams_keep_what_was_given(directories: list[str]) -> None:
+    """A weight that is set later counts, a second one is refused, and a derived stream keeps its class."""
+    named = type("Named", (Stream,), {})
+    streams = [named(local=directory) for directory in directories]
     streams[0].choose = 7
-    assert _counts(numbers(StreamingDataset(streams=streams))) == (7, 40)
+    dataset = StreamingDataset(streams=streams, download_retry=5)
+    assert _counts(numbers(dataset)) == (7, 40)
+    assert [stream.download_retry for stream in (*streams, *dataset.streams)] == [None, None, 5, 5]
+    assert [type(stream) for stream in dataset.streams] == [named] * 2
     streams[0].repeat = 3
     with pytest.raises(ValueError, match="at most one"):
         StreamingDataset(streams=streams)
-
-
-class _Named(Stream):
-    def __init__(self, *, name: str, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.name = name
-
-
-def test_a_derived_stream_stays_what_it_is(directories: list[str]) -> None:
-    """The data set's stream keeps class and attributes of the given one, which keeps its unset options."""
-    given = [_Named(name="a", local=directories[0]), _Named(name="b", local=directories[1])]
-    dataset = StreamingDataset(streams=given, download_retry=5)
-    assert [stream.name for stream in dataset.streams if isinstance(stream, _Named)] == ["a", "b"]
-    assert [stream.download_retry for stream in (*given, *dataset.streams)] == [None, None, 5, 5]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -152,35 +142,30 @@ def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -
         iter(other)
 
 
-def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path) -> None:
-    """An option that a stream leaves open is the data set's, and each stream is cached in its own directory."""
-    for name in ("a", "b"):
-        write(tmp_path / "remote" / name / "val", 20, first=100 * ord(name))
-    streams = [Stream(remote=str(tmp_path / "remote" / name), local=str(tmp_path / name)) for name in "ab"]
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path, scheme: str) -> None:
+    """Each stream is cached in its own directory; an option left open is the data set's; a path may have colons."""
+    for name in ("a", "b::2"):
+        write(tmp_path / "remote" / name / "val", 20, first=100 * ord(name[0]))
+    streams = [Stream(remote=f"{scheme}{tmp_path}/remote/{name}", local=str(tmp_path / name)) for name in ("a", "b::2")]
     dataset = StreamingDataset(streams=streams, split="val")
     assert numbers(dataset) == [*range(9700, 9720), *range(9800, 9820)]
     assert (tmp_path / "a" / "val" / "index.json").exists()
 
 
-def test_a_remote_without_a_directory_is_cached_in_the_temporary_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without `local`, shards go to a directory that is the same for the same remote."""
+def test_the_directory_of_a_remote_is_that_of_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `local`, shards go to the same directory as in the original library, one for each remote."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    remote = write(tmp_path / "remote", 20)
-    assert numbers(StreamingDataset(streams=[Stream(remote=remote)])) == list(range(20))
-    assert numbers(StreamingDataset(remote=remote)) == list(range(20))
+    monkeypatch.chdir(tmp_path)
+    remote = write(tmp_path / "data::v2" / "train", 20)
+    for given in ({"streams": [Stream(remote=remote)]}, {"remote": remote}):
+        assert numbers(StreamingDataset(**given)) == list(range(20))
     assert len(list((tmp_path / "tmp").iterdir())) == 1
-
-
-@pytest.mark.parametrize("split", [None, "train"])
-def test_the_directory_of_a_remote_is_that_of_the_original(split: str | None, tmp_path: Path) -> None:
-    """`local` names the directory of cached shards, the same as in the original library."""
-    theirs = mosaic().Stream
-    remote = str(tmp_path / "remote")
-    stream = Stream(remote=remote, split=split)
-    assert stream.local == theirs._get_temporary_directory(SimpleNamespace(remote=remote, split=split or ""))
-    assert Stream(local="here", split=split).local == "here"
+    assert numbers(StreamingDataset(remote="data::v2/train", local=str(tmp_path / "other"))) == list(range(20))
+    for split in (None, "train"):
+        theirs = mosaic().Stream._get_temporary_directory(SimpleNamespace(remote=remote, split=split or ""))
+        assert Stream(remote=remote, split=split).local == theirs
+        assert Stream(local="here", split=split).local == "here"
 
 
 @pytest.mark.parametrize("remote", ["{}", "file://{}", "memory://{}"])
@@ -230,13 +215,3 @@ def test_two_data_sets_in_use_with_one_local_directory_are_refused(directories: 
         StreamingDataset(f"{local}/.", other)
     del first
     assert len(StreamingDataset(local, other)) == 40
-
-
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_directory_may_have_colons_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    """A path is not a chain of fsspec, even if it contains "::"."""
-    made = write(tmp_path / "data::v2" / "train", 5)
-    assert numbers(StreamingDataset(remote=f"{scheme}{made}", local=str(tmp_path / "cache"))) == list(range(5))
-    monkeypatch.chdir(tmp_path)
-    if not scheme:
-        assert numbers(StreamingDataset(remote="data::v2/train", local=str(tmp_path / "other"))) == list(range(5))

@@ -33,44 +33,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_rank_is_what_the_launcher_says(case: str) -> None:
-    """Without a process group, the environment of each launcher gives this rank, and the number of ranks."""
-    environment, expected = CASES[case]
-    assert current_world(environment) == expected
+def test_the_rank_is_what_the_launcher_says() -> None:
+    """The environment of each launcher gives this rank; `replication` ranks are one reader, on its node."""
+    for case, (environment, expected) in CASES.items():
+        assert current_world(environment) == expected, case
+    for rank in range(8):
+        world = World(rank=rank, num_ranks=8, ranks_per_node=4).replicated(2)
+        assert world == World(rank=rank // 2, num_ranks=4, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("rank", range(8))
-def test_replicated_ranks_get_the_same_data(rank: int) -> None:
-    """Each run of `replication` ranks is one reader, on its node."""
-    world = World(rank=rank, num_ranks=8, ranks_per_node=4).replicated(2)
-    assert world == World(rank=rank // 2, num_ranks=4, ranks_per_node=2)
-
-
-def _read(directory: str, rank: int, **arguments: Any) -> list[Any]:
-    dataset = StreamingDataset(directory, shuffle=True, **arguments)
+def _read(directory: str, rank: int) -> list[Any]:
+    dataset = StreamingDataset(directory, shuffle=True)
     samples = numbers(dataset)
     state = dataset.state_dict(len(samples) * dist.get_world_size(), from_beginning=True)
-    return [len(dataset), samples, state]
+    return [len(dataset), samples, state, numbers(StreamingDataset(directory, shuffle=True, replication=2))]
 
 
 def test_the_ranks_of_a_process_group_share_an_epoch(tmp_path: Path) -> None:
-    """With a group and no environment, each rank reads its part, all samples are read, and the state is the same."""
+    """Each rank reads its part, all samples are read, the state is the same; with replication, they read the same."""
     directory = write(tmp_path / "data", 101)
     answers = on_ranks(functools.partial(_read, directory), tmp_path / "ranks")
-    (len_0, samples_0, state_0), (len_1, samples_1, state_1) = answers
+    (len_0, samples_0, state_0, same_0), (len_1, samples_1, state_1, same_1) = answers
     assert len_0 == len_1 == len(samples_0) == len(samples_1) == 51
-    assert set(samples_0) | set(samples_1) == set(range(101))
-    assert state_0 == state_1
-    assert (state_0["epoch"], state_0["sample_in_epoch"]) == (1, 0)
-
-
-def test_replicated_ranks_of_a_process_group_read_the_same(tmp_path: Path) -> None:
-    """With replication=2, both ranks read every sample in the same order."""
-    directory = write(tmp_path / "data", 101)
-    answers = on_ranks(functools.partial(_read, directory, replication=2), tmp_path / "ranks")
-    assert answers[0][1] == answers[1][1]
-    assert sorted(answers[0][1]) == list(range(101))
+    assert set(samples_0) | set(samples_1) == set(range(101)) == set(same_0)
+    assert (state_0, same_0) == (state_1, same_1)
+    assert (state_0["epoch"], state_0["sample_in_epoch"], len(same_0)) == (1, 0, 101)
 
 
 def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,187 +3,161 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.streaming.cache import CacheLimit, directory
-from lightning_faulttolerant.streaming.cache.directory import FileLock
-from tests.processes import in_child
-from tests.streaming.cache.children import Child, child, run_all, wait_for
-from tests.streaming.cache.remotes import (
-    HASH,
-    Data,
-    assert_fetched,
-    assert_tidy,
-    assert_whole,
-    cache_of,
-    flaky,
-    make_data,
-    web,
-    write,
-)
+from lightning_faulttolerant.streaming.cache.directory import MARKS_DIRECTORY
+from tests.processes import in_child, run
+from tests.streaming.children import Child, child, run_all, wait_for
+from tests.streaming.remotes import PER_SHARD, SHARD, assert_tidy, assert_whole, data_of, flaky, opened, put, web
+from tests.streaming.shard_files import numbers
 
-SHARD = "shard.00001.mds"
+DATA = data_of()
 
 
-def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
-    """Four processes that want the same shards at the same time request each one from the remote once."""
-    data = make_data(num_bytes=300)
-    with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
-        assert run_all([lambda: assert_fetched(cache_of(data, tmp_path, remote), data)] * 4) == [0] * 4
-        assert sorted(faults.asked) == sorted(data.stored)
+def read(local: Path, remote: str, **options: Any) -> None:
+    """Read all samples."""
+    dataset = opened(local, remote, **options)
+    assert numbers(dataset[:]) == list(range(dataset.size))
 
 
-def test_threads_of_one_process_download_a_shard_once(tmp_path: Path) -> None:
-    """Threads share a download, although the locks of the operating system do not distinguish threads."""
-    data = make_data(num_bytes=300)
-    with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
-        caches = [cache_of(data, tmp_path, remote) for _ in range(4)]
-        threads = [threading.Thread(target=assert_fetched, args=(cache, data)) for cache in caches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(faults.asked) == sorted(data.stored)
-    assert_whole(caches[0], data)
+def in_threads(mains: list[Callable[[], Any]]) -> list[int]:
+    """Run functions in threads."""
+    threads = [threading.Thread(target=main) for main in mains]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [0] * len(mains)
 
 
-def fetch_slowly(data: Data, local: Path) -> None:
+@pytest.mark.parametrize("run_together", [run_all, in_threads])
+def test_one_reader_downloads_a_shard_for_all(tmp_path: Path, run_together: Any) -> None:
+    """Four processes or threads that want the same shards at the same time request each one from the remote once."""
+    with web(DATA, {name: ["slow"] for name in DATA if name != "index.json"}) as (remote, faults):
+        assert run_together([lambda: read(tmp_path, remote)] * 4) == [0] * 4
+        assert sorted(faults.shards) == sorted(set(DATA) - {"index.json"})
+        assert_whole(opened(tmp_path, remote))
+
+
+def test_many_processes_agree_on_the_directory_of_an_index(tmp_path: Path) -> None:
+    """Of two data sets that begin at the same time in one directory, one gets it, and the other a folder in it."""
+
+    def fetch(first: int) -> None:
+        with flaky(data_of(first=first)) as (remote, _):
+            assert opened(tmp_path, remote)[0] == {"n": first}
+
+    assert run_all([lambda: fetch(0), lambda: fetch(1000)] * 3) == [0] * 6
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("index-")]) == 1
+
+
+def fetch_slowly(data: dict[str, bytes], local: Path) -> None:
     """Fetch all shards over and over from a slow remote."""
-    kinds = ["drip"] * 1000
-    with flaky(data.files, dict.fromkeys(data.stored, kinds)) as (remote, _):
+    with flaky(data, dict.fromkeys(set(data) - {"index.json"}, ["drip"] * 1000)) as (remote, _):
         while True:
-            cache = cache_of(data, local, remote, validate_hash=HASH)
-            for number in range(len(data.infos)):
-                cache.fetch(number)
-                (local / data.infos[number].files[0].basename).unlink()
+            dataset = opened(local, remote, validate_hash="sha1")
+            for shard in range(dataset.num_shards):
+                dataset.prepare_shard(shard)
+                dataset.evict_shard(shard)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str | None) -> None:
+def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path) -> None:
     """A killed process leaves at most files that the next one sweeps, and the next one gets every shard complete."""
-    draws = random.Random(1)
-    data = make_data(num_bytes=500, compression=compression)
-    num_left = 0
+    draws, data, num_left = random.Random(1), data_of(compression="zstd"), 0
     for _ in range(3):
         with child(lambda: fetch_slowly(data, tmp_path)):
             wait_for(lambda: any(tmp_path.rglob(".*.tmp-*")))
             time.sleep(draws.uniform(0, 0.15))
         num_left += sum(1 for _ in tmp_path.rglob(".*.tmp-*"))
-        with flaky(data.files) as (remote, _):
-            cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=1)
-            (tmp_path / SHARD).unlink(missing_ok=True)  # to have something to fetch
-            assert_whole(cache, data)
+        with flaky(data) as (remote, _):
+            assert_whole(opened(tmp_path, remote, validate_hash="sha1", download_timeout=1))
         for path in tmp_path.glob("shard*"):
             path.unlink()
     assert num_left > 0
 
 
 def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
-    """A process that waits for a download continues promptly when the downloading process is killed."""
-    data = make_data()
-    with (
-        web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
-        child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as first,
-    ):
-        wait_for(lambda: faults.asked)
-        with child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as second:
-            time.sleep(0.1)
-            assert faults.asked == [SHARD]
-            first.kill()
-            assert second.wait() == 0
-    assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
+    """One that waits for a download continues promptly when the downloading one is killed, also if its child is not."""
+    reading, writing = os.pipe()
+    with web(DATA, {SHARD: ["hang"]}) as (remote, faults):
+
+        def fetch() -> None:
+            opened(tmp_path, remote, download_timeout=1000).prepare_shard(1)
+
+        def fetch_beside_a_worker() -> None:
+            threading.Thread(target=fetch).start()
+            wait_for(lambda: any((tmp_path / MARKS_DIRECTORY).glob("*.lock")))
+            os.write(writing, Child(lambda: time.sleep(60)).process_id.to_bytes(8, "big"))
+            time.sleep(60)
+
+        with child(fetch_beside_a_worker) as first:
+            worker = int.from_bytes(os.read(reading, 8), "big")
+            wait_for(lambda: faults.shards)
+            with child(fetch) as second:
+                time.sleep(0.1)
+                assert faults.shards == [SHARD]
+                first.kill()
+                assert second.wait() == 0
+        os.kill(worker, signal.SIGKILL)
+    assert (tmp_path / SHARD).read_bytes() == DATA[SHARD]
 
 
 @pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """A lock holder that does not move is bypassed once its time must be over."""
-    data = make_data()
     with (
-        web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
-        child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as sleeper,
+        web(DATA, {SHARD: ["hang"]}) as (remote, faults),
+        child(lambda: opened(tmp_path, remote).prepare_shard(1)) as sleeper,
     ):
-        wait_for(lambda: faults.asked)
-        sleeper.stop()
-        with flaky(data.stored) as (other, _):
-            cache_of(data, tmp_path, other, download_timeout=0.5, download_retry=0).fetch(1)
-    assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
-
-
-def test_a_child_of_a_process_that_holds_a_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """A worker that outlives a killed rank does not keep others from fetching what the rank was fetching."""
-    path = str(tmp_path / "shard.lock")
-    reading, writing = os.pipe()
-
-    def rank() -> None:
-        assert FileLock(path).acquire(0)
-        worker = Child(lambda: time.sleep(60))
-        os.write(writing, worker.process_id.to_bytes(8, "big"))
-        time.sleep(60)
-
-    with child(rank) as first:
-        worker = int.from_bytes(os.read(reading, 8), "big")
-        assert not FileLock(path).acquire(0)
-        first.kill()
-        lock = FileLock(path)
-        assert lock.acquire(5)
-        lock.release()
-    os.kill(worker, signal.SIGKILL)
-    os.close(reading)
-    os.close(writing)
+        wait_for(lambda: faults.shards)
+        os.kill(sleeper.process_id, signal.SIGSTOP)
+        opened(tmp_path, remote, download_timeout=0.5, download_retry=0).prepare_shard(1)
+    assert (tmp_path / SHARD).read_bytes() == DATA[SHARD]
 
 
 def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
-    """A worker that is forked while another thread of its parent downloads fetches like any other."""
-    data = make_data()
+    """A worker that is forked while its parent fetches ahead reads and closes like any other, and blocks nowhere."""
+    with web(DATA, {SHARD: ["hang"]}) as (remote, faults):
+        dataset = opened(tmp_path, remote, predownload=PER_SHARD, batch_size=1)
+        samples = [iter(dataset)]
+        assert numbers([next(samples[0]), next(samples[0])]) == [0, 1]
+        wait_for(lambda: SHARD in faults.shards)
 
-    def work() -> None:
-        assert not cache.is_held(0)
-        cache.fetch(0)
-        cache.hold(2)
-        cache.fetch(2)
-        cache.release(2)
+        def work() -> None:
+            samples.clear()
+            assert dataset[0] == {"n": 0}
+            assert dataset[-1] == {"n": 3 * PER_SHARD - 1}
 
-    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote)
-        cache.hold(0)
-        thread = threading.Thread(target=cache.fetch, args=(1,))
-        thread.start()
-        wait_for(lambda: faults.asked)
         with child(work) as worker:
             assert worker.wait() == 0
         faults.is_over.set()
-        thread.join()
-    assert_whole(cache, data)
+        assert numbers(samples[0]) == list(range(2, 3 * PER_SHARD))
 
 
-def test_a_cache_goes_to_another_process(tmp_path: Path) -> None:
-    """A cache is pickled with all it needs, and the next process checks again what an earlier one has checked."""
-    data = make_data()
-    write(tmp_path / "remote", data.files)
-    cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"), limit=CacheLimit(3000))
-    cache.fetch(0)
-    cache.hold(0)
-    pickled = pickle.dumps(cache)
-    assert in_child(lambda: assert_whole(pickle.loads(pickled), data)) == 0
-    copy = pickle.loads(pickled)
-    assert not copy.is_held(0)
-    (tmp_path / "local" / "shard.00000.mds").write_bytes(b"")
-    assert not copy.is_here(0)
+def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
+    """A thread that is stuck in a client does not keep a process from ending."""
+
+    def main() -> None:
+        with flaky(DATA, {SHARD: ["hang"] * 9}) as (remote, faults):
+            samples = iter(opened(tmp_path, remote, batch_size=1, predownload=999))
+            numbers([next(samples), next(samples)])
+            wait_for(lambda: SHARD in faults.shards)
+            threading._shutdown()  # Python waits for this at exit
+
+    assert run(main).exit_code == 0
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path) -> None:
     """A temporary file goes if its process is dead, had this process's number, or was silent for long elsewhere."""
-    data = make_data()
-    host = socket.gethostname()
-    dead = Child(lambda: None)
+    host, dead = socket.gethostname(), Child(lambda: None)
     dead.wait()
     old, new = time.time() - 7200, time.time()
 
@@ -193,63 +167,57 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
         os.utime(path, (modified, modified))
         return path.name
 
-    gone = {
-        leave(host, dead.process_id, new),
-        leave(host, os.getpid(), new),
-        leave(host, 1, old),
-        leave("elsewhere", 1, old),
-    }
-    stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
+    gone = {leave(host, dead.process_id, new), leave(host, os.getpid(), new), leave(host, 1, old)}
+    gone.add(leave("elsewhere", 1, old))
+    stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new), "notes.tmp"}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
-    own = tmp_path / directory.MARKS_DIRECTORY
-    own.mkdir()
-    (own / "shard.00002.mds.lock").write_bytes(b"")
-    (own / f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef").write_bytes(b"")
-    with flaky(data.files) as (remote, _):
-        cache_of(data, tmp_path, remote).fetch(1)
+    put(tmp_path / MARKS_DIRECTORY, {"shard.00002.mds.lock": b""})
+    put(tmp_path / MARKS_DIRECTORY, {f".{SHARD}.mark.tmp-{host}-{dead.process_id}-0123456789abcdef": b""})
+    with flaky(DATA) as (remote, _):
+        opened(tmp_path, remote).prepare_shard(1)
     left = {path.name for path in tmp_path.iterdir()}
     assert not left & gone
-    assert stays | {"notes.tmp"} <= left
-    assert [path.name for path in own.iterdir()] == [f"{SHARD}.mark"]
+    assert stays <= left
+    assert [path.name for path in (tmp_path / MARKS_DIRECTORY).glob("*shard*")] == [f"{SHARD}.mark"]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_a_process_that_is_killed_after_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
+@pytest.mark.parametrize("case", ["the index, before", "the shard, after", "the shard, after, and its content is lost"])
+def test_a_process_that_is_killed_as_it_renames_a_file_is_no_obstacle(tmp_path: Path, case: str) -> None:
     """A shard is used and evicted as usual if its process died as it renamed the file, unless the content is lost."""
-    data = make_data()
     replace = os.replace
 
-    def killed_after(source: str | Path, target: str | Path) -> None:
+    def killed(source: str | Path, target: str | Path) -> None:
+        is_file = Path(target).name == ("index.json" if "index" in case else SHARD)
+        if is_file and "before" in case:
+            os._exit(9)
         replace(source, target)
-        if os.fspath(target).endswith(SHARD):
+        if is_file:
             os._exit(9)
 
     def first() -> None:
-        os.replace = killed_after  # type: ignore[assignment]
-        cache_of(data, tmp_path, remote).fetch(1)
+        os.replace = killed  # type: ignore[assignment]
+        opened(tmp_path, remote).prepare_shard(1)
 
-    with flaky(data.files) as (remote, faults):
+    with flaky(DATA) as (remote, faults):
         assert in_child(first) == 9
-        if is_lost:
-            (tmp_path / SHARD).write_bytes(bytes(1000))
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(1000))
-        cache.fetch(1)
-        assert faults.asked == [SHARD] * is_lost
-        assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
-        cache.fetch(2)
+        if "lost" in case:
+            (tmp_path / SHARD).write_bytes(bytes(len(DATA[SHARD])))
+        dataset = opened(tmp_path, remote, download_timeout=1)
+        dataset.prepare_shard(1)
+        assert faults.shards == [SHARD] * (case != "the shard, after")
+        dataset.evict_coldest_shard()
         assert not (tmp_path / SHARD).exists()
+        assert_whole(dataset)
 
 
 def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without locks, each process fetches for itself, and all shards are right."""
-    import fcntl
 
     def refuse(*args: object) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    data = make_data(num_bytes=300)
-    with web(data.stored, {name: ["slow"] * 2 for name in data.stored}) as (remote, _):
-        assert run_all([lambda: cache_of(data, tmp_path, remote).fetch(1)] * 2) == [0] * 2
-        assert_whole(cache_of(data, tmp_path, remote), data)
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with web(DATA, {name: ["slow"] * 2 for name in DATA}) as (remote, _):
+        assert run_all([lambda: read(tmp_path, remote)] * 2) == [0] * 2
+        assert_whole(opened(tmp_path, remote))
     assert_tidy(tmp_path)

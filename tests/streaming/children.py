@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,10 +29,6 @@ class Child:
         self._is_over = True
         return os.waitstatus_to_exitcode(os.waitpid(self.process_id, 0)[1])
 
-    def stop(self) -> None:
-        """Suspend the process."""
-        os.kill(self.process_id, signal.SIGSTOP)
-
     def kill(self) -> None:
         """Kill the process if it has not ended, and wait for its end."""
         if not self._is_over:
@@ -49,28 +44,6 @@ def child(main: Callable[[], Any]) -> Iterator[Child]:
         yield process
     finally:
         process.kill()
-
-
-@contextlib.contextmanager
-def held_by_a_thread(*locks: Any) -> Iterator[None]:
-    """Let another thread hold locks, as may be the case at the moment of a fork."""
-    is_inside, is_over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with contextlib.ExitStack() as stack:
-            for lock in locks:
-                stack.enter_context(lock)
-            is_inside.set()
-            is_over.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    is_inside.wait()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def run_all(mains: list[Callable[[], Any]]) -> list[int]:

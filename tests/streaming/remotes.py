@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,103 +17,43 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
-from lightning_faulttolerant.streaming.format.codecs import compress
-from lightning_faulttolerant.streaming.format.index import Columns, ShardFile, ShardInfo
+from lightning_faulttolerant import StreamingDataset
+from tests.streaming.shard_files import numbers, write
+from tests.streaming.shards import files as files_in
 
-HASH = "sha1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Shards: their entries in the index, and their files as they are stored."""
-
-    infos: list[ShardInfo]
-    raw: dict[str, bytes]
-    stored: dict[str, bytes]
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Return the files, with an index that distinguishes this data from other data."""
-        names = {name: hashlib.sha1(content).hexdigest() for name, content in self.stored.items()}
-        return {**self.stored, "index.json": json.dumps(names).encode()}
+SHARD = "shard.00001.mds"
+PER_SHARD = 28
+"""Samples of a shard, which has some 500 bytes."""
 
 
-def make_data(
-    num_shards: int = 3,
-    num_bytes: int = 1000,
-    *,
-    compression: str | None = None,
-    hashes: Sequence[str] = (HASH,),
-    folder: str = "",
-    num_files: int = 1,
-    salt: str = "",
-) -> Data:
-    """Make shards of different contents, all of one size."""
-    infos, raw, stored = [], {}, {}
-    for number in range(num_shards):
-        files, zip_files = [], []
-        for part in range(num_files):
-            name = f"{folder}shard.{number:05d}.mds" + ".meta" * part
-            word = f"{salt} {number} {part} ".encode()
-            content = (word * num_bytes)[:num_bytes]
-            raw[name] = content
-            files.append(_file(name, content, hashes))
-            if compression is not None:
-                zipped = compress(content, compression)
-                stored[f"{name}.zip"] = zipped
-                zip_files.append(_file(f"{name}.zip", zipped, hashes))
-            else:
-                stored[name] = content
-        infos.append(
-            ShardInfo(
-                format="mds",
-                num_samples=1,
-                files=tuple(files),
-                zip_files=tuple(zip_files),
-                compression=compression,
-                columns=Columns(names=(), encodings=()),
-            )
-        )
-    return Data(infos=infos, raw=raw, stored=stored)
+def data_of(num_shards: int = 3, **options: Any) -> dict[str, bytes]:
+    """Return the files of a data set of the numbers from 0."""
+    with tempfile.TemporaryDirectory() as directory:
+        return files_in(Path(write(Path(directory), num_shards * PER_SHARD, **options)))
 
 
-def _file(name: str, content: bytes, hashes: Sequence[str]) -> ShardFile:
-    digests = {algorithm: hashlib.new(algorithm, content).hexdigest() for algorithm in hashes}
-    return ShardFile(basename=name, num_bytes=len(content), hashes=digests)
+def opened(local: Path, remote: Path | str | None, **options: Any) -> StreamingDataset:
+    """Return a data set that fetches its shards."""
+    return StreamingDataset(str(local), None if remote is None else str(remote), **options)
 
 
-def write(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files below a directory."""
-    for name, content in files.items():
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-def cache_of(data: Data, local: Path, remote: str | None, **options: Any) -> ShardCache:
-    """Make a cache of data."""
-    return ShardCache(local=str(local), remote=remote, shards=data.infos, **options)
-
-
-def assert_whole(cache: ShardCache, data: Data) -> None:
+def assert_whole(dataset: StreamingDataset) -> None:
     """Check that each shard is fetched intact and nothing else is left; call it only while no other process fetches."""
-    assert_fetched(cache, data)
-    assert_tidy(Path(cache.directory))
-
-
-def assert_fetched(cache: ShardCache, data: Data) -> None:
-    """Check that each shard is fetched intact."""
-    for number, info in enumerate(data.infos):
-        directory = Path(cache.fetch(number))
-        for file in info.files:
-            assert (directory / file.basename).read_bytes() == data.raw[file.basename]
+    assert numbers(dataset[:]) == list(range(dataset.size))
+    assert_tidy(Path(dataset.streams[0].directory))
 
 
 def assert_tidy(directory: Path) -> None:
     """Check that a cache holds only shards, their marks, and the index."""
     left = [path for path in directory.rglob("*") if ".tmp-" in path.name or path.name.endswith(".lock")]
     assert left == []
+
+
+def put(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files below a directory."""
+    for name, content in contents.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
 
 
 @dataclass
@@ -126,6 +66,11 @@ class Faults:
     is_over: threading.Event = field(default_factory=threading.Event)
     is_stuck: ClassVar[threading.Event] = threading.Event()
     drip_seconds: float = 0.02
+
+    @property
+    def shards(self) -> list[str]:
+        """The shards that were requested."""
+        return [name for name in self.asked if name != "index.json"]
 
     def next_of(self, path: str) -> str:
         """Note that a file is requested, and return what happens to the request."""
@@ -172,6 +117,7 @@ class FlakyFileSystem(MemoryFileSystem):
             "fail": OSError("the connection was reset"),
             "missing": FileNotFoundError(rpath),
             "denied": PermissionError("access denied"),
+            "full": OSError(28, "No space left on device"),
         }
         if fault in errors:
             raise errors[fault]

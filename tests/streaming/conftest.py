@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.streaming.cache import downloads
-from tests.streaming.cache.remotes import Faults
+from tests.streaming.remotes import Faults
 
 
 @pytest.fixture(autouse=True)
