@@ -27,16 +27,10 @@ def test_the_documented_loop_runs() -> None:
         assert len(metrics.end_epoch().epoch_reports) == epoch + 1
         assert dict(metrics.agg) == {}
     assert [report["loss"] for report in metrics.epoch_reports] == [1.5, 1.5]
-
-
-@pytest.mark.parametrize(
-    ("reduce_op", "expected"), [("sum", 9.0), ("mean", 3.0), ("min", 2.0), ("max", 4.0), ({"y": "max"}, 9.0)]
-)
-def test_values_are_reduced_by_the_chosen_operation(reduce_op: Any, expected: float) -> None:
-    """Values are reduced over calls of update, and over calls of reduce; names without an operation are summed."""
-    metrics = MetricsTracker(reduce_op)
-    metrics.update({"x": 3}).update({"x": 2}).reduce().reset_local().update({"x": 4})
-    assert metrics.reduce().agg["x"] == expected
+    for reduce_op, expected in (("sum", 9), ("mean", 3), ("min", 2), ("max", 4), ({"y": "max"}, 9)):
+        metrics = MetricsTracker(reduce_op)  # type: ignore[arg-type]
+        metrics.update({"x": 3}).update({"x": 2}).reduce().reset_local().update({"x": 4})
+        assert metrics.reduce().agg["x"] == expected
 
 
 def _cases(rank: int) -> Any:

@@ -33,52 +33,32 @@ def _counts(read: list[int]) -> tuple[int, int]:
     return counted[False], counted[True]
 
 
-@pytest.mark.parametrize(
-    ("weights", "options", "expected"),
-    [
-        ([{}, {}], {}, (60, 40)),
-        ([{"proportion": 1}, {"proportion": 3}], {}, (25, 75)),
-        ([{"proportion": 1}, {"proportion": 1}], {"epoch_size": 50}, (25, 25)),
-        ([{"repeat": 2}, {"repeat": 0.5}], {}, (120, 20)),
-        ([{"choose": 7}, {}], {}, (7, 40)),
-        ([{"choose": 0}, {"choose": 90}], {}, (0, 90)),
-    ],
-)
+Resolved = list[tuple[float, float, int]]
+WEIGHTS: list[tuple[list[dict[str, Any]], dict[str, Any], Resolved]] = [
+    ([{}, {}], {}, [(0.6, 1, 60), (0.4, 1, 40)]),
+    ([{"proportion": 1}, {"proportion": 3}], {}, [(0.25, 25 / 60, 25), (0.75, 1.875, 75)]),
+    ([{"proportion": 1}, {"proportion": 3}], {"epoch_size": 200}, [(0.25, 50 / 60, 50), (0.75, 3.75, 150)]),
+    ([{"repeat": 2}, {"repeat": 0.5}], {}, [(6 / 7, 2, 120), (1 / 7, 0.5, 20)]),
+    ([{"repeat": 2}, {"choose": 40}], {}, [(0.75, 2, 120), (0.25, 1, 40)]),
+    ([{"choose": 0}, {"choose": 90}], {}, [(0, 0, 0), (1, 2.25, 90)]),
+]
+
+
+@pytest.mark.parametrize(("weights", "options", "expected"), WEIGHTS)
 def test_an_epoch_has_of_each_stream_what_its_weight_says(
-    directories: list[str], weights: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
+    directories: list[str], weights: list[dict[str, Any]], options: dict[str, Any], expected: Resolved
 ) -> None:
-    """A weight is a proportion, a repeat, a choose, or none, and a part has other samples in each epoch."""
-    dataset = _mixed(directories, *weights, **options)
+    """The streams say what their weights come to, a part has other samples in each epoch, and given ones count."""
+    given = [Stream(local=directory, **weight) for directory, weight in zip(directories, weights, strict=True)]
+    for _ in range(2):
+        dataset = StreamingDataset(streams=given, shuffle=True, **options)
+        for streams in (given, dataset.streams):
+            assert [(stream.proportion, stream.repeat, stream.choose) for stream in streams] == expected
     first, second = numbers(dataset), numbers(dataset)
-    assert _counts(first) == _counts(second) == expected
-    assert len(dataset) == sum(expected)
+    assert _counts(first) == _counts(second) == (expected[0][2], expected[1][2])
+    assert len(dataset) == len(first)
     assert first != second
     assert (dataset.num_samples, dataset.size) == (100, 100)
-
-
-@pytest.mark.parametrize(
-    ("weights", "options", "expected"),
-    [
-        ([{}, {}], {}, [(0.6, 1, 60), (0.4, 1, 40)]),
-        ([{"proportion": 1}, {"proportion": 3}], {"epoch_size": 200}, [(0.25, 50 / 60, 50), (0.75, 3.75, 150)]),
-        ([{"repeat": 2}, {"choose": 40}], {}, [(0.75, 2, 120), (0.25, 1, 40)]),
-    ],
-)
-def test_a_stream_says_what_its_weight_comes_to(
-    directories: list[str],
-    weights: list[dict[str, Any]],
-    options: dict[str, Any],
-    expected: list[tuple[float, float, int]],
-) -> None:
-    """The given streams and the data set's have the resolved weights, and the next data set uses the given ones."""
-    given = [Stream(local=directory, **weight) for directory, weight in zip(directories, weights, strict=True)]
-    dataset = StreamingDataset(streams=given, **options)
-    for streams in (given, dataset.streams):
-        assert [(stream.proportion, stream.repeat, stream.choose) for stream in streams] == expected
-    again = StreamingDataset(streams=[Stream(local=directories[0])], epoch_size=5)
-    assert (again.streams[0].proportion, again.streams[0].choose) == (1, 5)
-    both = StreamingDataset(streams=given, **options)
-    assert [(stream.proportion, stream.repeat, stream.choose) for stream in both.streams] == expected
 
 
 def test_given_streams_keep_what_was_given(directories: list[str]) -> None:
@@ -95,15 +75,13 @@ def test_given_streams_keep_what_was_given(directories: list[str]) -> None:
         StreamingDataset(streams=streams)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_mixture_is_resumed(directories: list[str], num_workers: int) -> None:
-    """A state in the middle of an epoch of several streams continues with its next batch."""
+def test_a_mixture_is_resumed(directories: list[str]) -> None:
+    """A state in the middle of an epoch of several streams continues with its next batch, also with workers."""
     weights = ({"proportion": 0.3}, {"proportion": 0.7})
-    whole = StreamingDataLoader(_mixed(directories, *weights), batch_size=8)
+    whole, loader = (StreamingDataLoader(_mixed(directories, *weights), batch_size=8) for _ in range(2))
     expected = [batches(whole), batches(whole)]
-    loader = StreamingDataLoader(_mixed(directories, *weights), batch_size=8)
     first = [batch["n"].tolist() for _, batch in zip(range(4), loader, strict=False)]
-    resumed = StreamingDataLoader(_mixed(directories, *weights), batch_size=8, num_workers=num_workers)
+    resumed = StreamingDataLoader(_mixed(directories, *weights), batch_size=8, num_workers=2)
     resumed.load_state_dict(loader.state_dict())
     assert first + batches(resumed) == expected[0]
     assert batches(resumed) == expected[1]

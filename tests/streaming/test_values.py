@@ -199,16 +199,6 @@ def test_a_value_that_a_column_can_not_hold_is_an_error_of_write(name: str, tmp_
     assert [sample["i"] for sample in read(tmp_path, allow_unsafe_types=True)] == [1]
 
 
-def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
-    """An unknown encoding is refused, by the writer before anything is written."""
-    for name in ("no", "", "int:3", "str:", "ndarray:bool", "ndarray:int32:", "ndarray:int32:2:3"):
-        with pytest.raises(ValueError, match=r"."):
-            encoding_of(name)
-        with pytest.raises(TypeError, match="can't write columns"):
-            MDSWriter(columns={"a": name}, out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
     """In a column of any encoding, bytes count as already encoded; an error of a type is also the original's."""
     sample = {"j": jpeg_bytes(), "i": (7).to_bytes(8, "little"), "s": b"\xc3\xbc"}

@@ -397,6 +397,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
     "hash": (lambda out: mds(out, hashes=["crc32"]), ValueError),
     "hashes unsorted": (lambda out: mds(out, hashes=["sha1", "md5"]), ValueError),
     "hashes twice": (lambda out: mds(out, hashes=["md5", "md5"]), ValueError),
+    **{
+        f"encoding {name!r}": (lambda out, name=name: mds(out, columns={"a": name}), TypeError)
+        for name in ("no", "", "int:3", "ndarray:bool", "ndarray:int32:", "ndarray:int32:2:3")
+    },
     "retry": (lambda out: mds(out, retry=-1), ValueError),
     "max_workers": (lambda out: mds(out, max_workers=0), ValueError),
     "a misspelled option": (lambda out: mds(out, compresion="zstd"), TypeError),
