@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.cli import main
 from lightning_faulttolerant.state.packing import pack_blobs
 from tests.messages import plain
-
-HYPER_PARAMETERS = b"not to be unpickled"
 
 
 def checkpoint(*, step: int = 3, epoch: int = 0, batch: int = 3, world_size: int = 1, **part: Any) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def checkpoint(*, step: int = 3, epoch: int = 0, batch: int = 3, world_size: int
         "surroundings": {"torch": "2.13.0", "device": "cpu"},
         "fingerprint": {"module": {"class": "Net", "parameters": {"weight": [4, 8], "bias": [4]}}},
         "ranks": [rank],
-        "opaque": {"hyper_parameters": torch.frombuffer(bytearray(HYPER_PARAMETERS), dtype=torch.uint8)},
+        "opaque": {"hyper_parameters": torch.zeros(19, dtype=torch.uint8)},
     }
     return {**foreign(step=step, epoch=epoch, batch=batch), "lightning_faulttolerant": {**ours, **part}}
 
@@ -74,11 +73,13 @@ def flip(path: Any) -> None:
     Path(path).write_bytes(bytes(data))
 
 
+@dataclass(frozen=True)
 class Result:
     """The result of a call of the command line."""
 
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
+    status: int
+    out: str
+    err: str
 
     @property
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""``list``, ``verify``, and ``prune``, on each kind of directory that runs, users, and accidents leave."""
+"""``list``, ``verify``, ``prune``, and ``export``, on each kind of directory that runs, users, and accidents leave."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ import pytest
 import torch
 from syrupy.assertion import SnapshotAssertion
 
-from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, bases_in
 from lightning_faulttolerant.checkpoint.contents import list_files, sum_files, write_manifest
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import RunInUseError
-from lightning_faulttolerant.records.runs import VARIABLE, Command, RegisteredRun, Registry
 from lightning_faulttolerant.storage.local import LocalStore
 from lightning_faulttolerant.storage.lock import RunLock
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series, told
@@ -59,12 +58,6 @@ def damaged(directory: Path) -> None:
     AutosaveSeries(directory / "run" / "fit-1").newest()
     flip(paths[3])
     os.truncate(paths[2], os.path.getsize(paths[2]) // 2)
-
-
-def nothing_verifies(directory: Path) -> None:
-    """Flip a byte of each autosave."""
-    for path in save_series(directory / "run" / "fit-1", 3):
-        flip(path)
 
 
 def without_checksums(directory: Path) -> None:
@@ -131,12 +124,6 @@ def of_others(directory: Path) -> None:
     (folder / "autosave-00000000-epoch=0-batch=0.ckpt").symlink_to(paths[2])
 
 
-def nothing(directory: Path) -> None:
-    """Leave nothing that is a checkpoint."""
-    (directory / "notes.txt").write_text("")
-    save(directory / ".hidden" / "a.ckpt")
-
-
 def strange(directory: Path) -> None:
     """Leave names that could speak to a terminal, a link to nothing, and values that are no numbers."""
     save(directory / "a\x1b[31m\n.ckpt")
@@ -150,13 +137,13 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "kept": kept,
     "superseded": superseded,
     "damaged": damaged,
-    "nothing verifies": nothing_verifies,
+    "nothing verifies": lambda directory: [flip(path) for path in save_series(directory / "run" / "fit-1", 3)],
     "without checksums": without_checksums,
     "with manifests": with_manifests,
     "shards": shards,
     "finished": finished,
     "of others": of_others,
-    "nothing": nothing,
+    "nothing": lambda directory: save(directory / ".hidden" / "a.ckpt"),
     "strange": strange,
 }
 STATUSES = {  # of list, verify, and prune
@@ -220,44 +207,13 @@ def test_json_has_every_field(below: str, tmp_path: Path, capsys: Capture) -> No
     }
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (superseded, ["autosave verified"] * 2 + ["kept verified"] * 2 + ["superseded verified"] * 3),
-        (damaged, ["autosave verified"] * 2 + ["autosave damaged"] * 2 + ["set aside damaged"]),
-        (finished, ["autosave verified", "autosave verified finished"]),
-        (with_manifests, ["directory verified"] * 3 + ["directory damaged", "set aside damaged"]),
-    ],
-)
-def test_json_tells_kinds_and_states(layout: Any, expected: list[str], tmp_path: Path, capsys: Capture) -> None:
-    """Kind and state of each checkpoint are words of their own."""
-    layout(tmp_path)
-    entries = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
-    found = [f"{each['kind']} {each['state']}{' finished' * each['is_finished']}" for each in entries]
-    assert sorted(found) == sorted(expected)
-
-
-def test_a_finished_run_is_listed_as_finished(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose newest autosave is that of a finished fit says so instead of a place in an epoch."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "registry"))
-    command = Command(script="train.py", words=("python", "train.py"), directory=str(tmp_path))
-    run = RegisteredRun(run_id="run", directory=str(tmp_path / "run"), command=command, began=0.0)
-    Registry(tmp_path / "registry").add(run)
-    finished(tmp_path)
-    assert [line for line in call(capsys, "list").lines if line.endswith("fit-1 is finished")]
-    assert json.loads(call(capsys, "list", "--json").out)["runs"][0]["is_finished"]
-
-
-@pytest.mark.parametrize("place", [".", "sound"])
-def test_files_are_named_as_they_were_typed(
-    place: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_named_as_they_were_typed(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative name stays one, for a directory with a manifest and for a run."""
     with_manifests(tmp_path)
     save_series(tmp_path / "run" / "fit-1", 3)
-    monkeypatch.chdir(tmp_path / "sound" if place == "." else tmp_path)
-    assert call(capsys, "verify", place).lines == [f"{place}: verified"]
-    monkeypatch.chdir(tmp_path)
+    for folder, place in ((tmp_path / "sound", "."), (tmp_path, "sound")):
+        monkeypatch.chdir(folder)
+        assert call(capsys, "verify", place).lines == [f"{place}: verified"]
     assert call(capsys, "prune", "run", "--keep-last", 1, "--dry-run").lines[0] == "run/fit-1: 1 kept, 2 would delete"
 
 
@@ -300,21 +256,6 @@ def test_on_a_narrow_terminal_long_names_are_shortened(
     lines = call(capsys, "list", tmp_path).lines
     assert any("..." in line and line.strip().startswith("autosave-") for line in lines)
     assert max(map(len, lines[1:])) <= 90
-
-
-def test_progress_is_shown_on_a_terminal_only_and_wiped(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a terminal a line shows the progress of a large file and is wiped at the end; elsewhere stderr stays empty."""
-    path = save(tmp_path / "a.ckpt", {"weights": torch.zeros(3_000_000)})
-    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_FROM_BYTES", 1000)
-    monkeypatch.setattr("lightning_faulttolerant.cli.verification._SHOWN_EVERY_SECONDS", 0.0)
-    assert call(capsys, "verify", path).err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    found = call(capsys, "verify", path)
-    assert "% of 12 MB read: a.ckpt" in found.err
-    assert found.err.endswith("\r\x1b[K")
-    assert found.out == f"{path}: verified\n"
 
 
 def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
@@ -367,29 +308,24 @@ def test_what_is_deleted_meanwhile_is_no_problem(
 # What prune must not touch.
 
 
-@pytest.fixture
-def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Yield another process that holds the lock of a run."""
-    program = (
-        "import sys; from pathlib import Path; from lightning_faulttolerant.storage.lock import RunLock\n"
-        "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    )
-    words = [sys.executable, "-c", program, str(tmp_path / "run")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+HOLD = """
+import sys; from pathlib import Path; from lightning_faulttolerant.storage.lock import RunLock
+with RunLock(Path(sys.argv[1])): print("held", flush=True); sys.stdin.read()
+"""
 
 
-def test_a_run_in_use_is_left_alone(tmp_path: Path, capsys: Capture, other_process: subprocess.Popen[str]) -> None:
+def test_a_run_in_use_is_left_alone(tmp_path: Path, capsys: Capture) -> None:
     """While a process trains, its run is not pruned: status 1 with host and process; other runs are pruned."""
     save_series(tmp_path / "run" / "fit-1", 3)
     save_series(tmp_path / "other", 3)
-    for directory in (tmp_path, tmp_path / "run", tmp_path / "run" / "fit-1"):
-        found = call(capsys, "prune", directory, "--keep-last", 1)
-        assert found.status == 1
-        assert f"in use by process {other_process.pid} on " in found.err
+    words = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        for directory in (tmp_path, tmp_path / "run", tmp_path / "run" / "fit-1"):
+            found = call(capsys, "prune", directory, "--keep-last", 1)
+            assert (found.status, f"in use by process {other.pid} on " in found.err) == (1, True)
+        other.kill()
     assert [name[:9] for name in names(tmp_path) if name.endswith(".ckpt")] == ["other/aut", *["run/fit-1"] * 3]
     with RunLock(tmp_path / "other"):
         assert call(capsys, "prune", tmp_path / "other", "--keep-last", 1).status == 1
@@ -423,23 +359,17 @@ def test_the_lock_is_held_while_files_are_deleted(
         pass
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["DIR"],
-        *(["DIR", f"--keep-last={n}"] for n in ("0", "-1", "two")),
-        *([n, "--keep-last=1"] for n in ("", "file://")),
-    ],
-    ids=" ".join,
-)
+NO_ORDERS = [["DIR"], *(["DIR", f"--keep-last={n}"] for n in ("0", "-1", "two")), ["", "--keep-last=1"]]
+
+
+@pytest.mark.parametrize("arguments", [*NO_ORDERS, ["file://", "--keep-last=1"]], ids=" ".join)
 def test_what_is_no_order_to_delete(
     arguments: list[str], tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a number of at least 1, or with `prune "$RUN"` where RUN has no value, nothing is deleted."""
     save_series(tmp_path / "run/fit-1", 3)
     monkeypatch.chdir(tmp_path)
-    words = [word.replace("DIR", str(tmp_path)) for word in arguments]
-    assert call(capsys, "prune", *words).status == 2
+    assert call(capsys, "prune", *(word.replace("DIR", str(tmp_path)) for word in arguments)).status == 2
     assert len(names(tmp_path)) == 3
 
 
@@ -452,3 +382,80 @@ def test_a_run_that_can_not_be_pruned_does_not_keep_others_from_it(tmp_path: Pat
     assert found.status == 2
     assert f"{tmp_path / 'b'}: pruning ended early: " in found.err
     assert [name[0] for name in names(tmp_path)] == ["a", "b", "b", "c"]
+
+
+# Incremental autosaves, and plain files of them.
+
+
+def incremental(folder: Any, *steps: int) -> tuple[list[str], list[str]]:
+    """Save incremental autosaves of these steps; return their paths, and the names of their bases."""
+    series = AutosaveSeries(folder, keep_last=100, incremental=True)
+    for step in steps:
+        content = checkpoint(step=step, batch=step)
+        content["state_dict"]["frozen"] = torch.arange(3000)
+        series.save(content, epoch=0, batch=step, global_step=step)
+    return series.paths(), sorted(bases_in(os.listdir(folder)))
+
+
+def test_what_is_exported_is_plain(tmp_path: Path, capsys: Capture, snapshot: SnapshotAssertion) -> None:
+    """It loads without a base, with everything in it; a plain autosave is copied byte by byte; both may be URLs.
+
+    An output that exists is never replaced; a missing autosave and a directory are named.
+    """
+    paths, _ = incremental(tmp_path / "fit-1", 1, 2)
+    output = tmp_path / "out" / "plain.ckpt"
+    found = [call(capsys, "export", paths[1], output)]
+    assert f"{os.path.getsize(output) / 1000:.3g} kB" in found[0].out
+    content = torch.load(output, weights_only=True)
+    assert content["global_step"] == 2
+    assert torch.equal(content["state_dict"]["frozen"], torch.arange(3000))
+    assert call(capsys, "verify", output).out == f"{output}: verified\n"
+    assert os.listdir(output.parent) == ["plain.ckpt"]
+    [path] = save_series(tmp_path / "fit-2", 1)
+    url = f"memory://export-{tmp_path.name}/plain.ckpt"
+    assert call(capsys, "export", path, url).status == 0
+    assert call(capsys, "export", url, tmp_path / "copy.ckpt").status == 0
+    assert (tmp_path / "copy.ckpt").read_bytes() == Path(path).read_bytes()
+    before = output.read_bytes()
+    pairs = [(path, output), (path, path), (path, tmp_path / "fit-1"), (path, f"{tmp_path}/new/")]
+    pairs += [(tmp_path / "none.ckpt", tmp_path / "no.ckpt"), (tmp_path, tmp_path / "no.ckpt")]
+    found += [call(capsys, "export", *pair) for pair in pairs]
+    assert [each.status for each in found] == [0, *[2] * len(pairs)]
+    assert "\n".join(told(each, DIR=tmp_path) for each in found) == snapshot
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["base", "autosave", "no base"])
+def test_damage_is_not_exported(tmp_path: Path, capsys: Capture, what: str) -> None:
+    """The status says so, and there is no output."""
+    [path], [name] = incremental(tmp_path / "fit-1", 1)
+    base = tmp_path / "fit-1" / name
+    if what == "no base":
+        base.unlink()
+    else:
+        flip(base if what == "base" else path)
+    found = call(capsys, "export", path, tmp_path / "plain.ckpt")
+    assert (found.status, found.out, name in found.err or what == "autosave") == (1, "", True)
+    assert not (tmp_path / "plain.ckpt").exists()
+    assert call(capsys, "verify", path).status == 1
+
+
+def test_a_base_is_shown_and_deleted_with_its_last_autosave(tmp_path: Path, capsys: Capture) -> None:
+    """And only then; a dry run tells it, and deletes nothing."""
+    folder = tmp_path / "run" / "fit-1"
+    [path], [base] = incremental(folder, 1)
+    assert f"base             {base}, with 1 of its tensors, 24 kB" in call(capsys, "inspect", path).out
+    shown = json.loads(call(capsys, "inspect", path, "--json").out)
+    assert shown["base"] == {"name": base, "num_tensors": 1, "num_bytes": 24000}
+    _, old = incremental(folder, 2, 3)
+    assert call(capsys, "prune", tmp_path, "--keep-last", 2).lines[-1].startswith("1 autosave deleted")
+    _, left = incremental(folder, 4)
+    freed = [f"{name}, {os.path.getsize(folder / name) / 1000:.3g} kB" for name in left if name in old[1:]]
+    dry = call(capsys, "prune", tmp_path, "--keep-last", 1, "--dry-run")
+    assert freed
+    assert all(f"would delete {each}" in dry.out for each in freed)
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert all(f"deleted {each}" in found.out for each in freed)
+    [autosave], [new] = folder.glob("autosave-*"), bases_in(os.listdir(folder))
+    assert new not in old
+    assert call(capsys, "verify", autosave).status == 0

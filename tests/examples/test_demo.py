@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,8 +16,34 @@ from tests.harness import python
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 NUM_BATCHES = 20
-
-Event = dict[str, Any]
+PLACES = [(epoch, batch) for epoch in range(2) for batch in range(NUM_BATCHES)]
+EVENTS: list[dict[str, Any]] = [
+    {"event": event, "epoch": epoch, "batch": batch, **more}
+    for epoch, batch in PLACES
+    for event, more in (("batch", {"content": f"{epoch} {batch}"}), ("step", {"loss": float(batch).hex()}))
+]
+EVENTS += [
+    {"event": "validated", "epoch": 1, "metrics": {"val_loss": "0x1p-1", "val_accuracy": "0x1p-2"}},
+    {"event": "end", "weights": "ab", "optimizers": "cd", "draws": {"torch": 0.5}},
+]
+RESUME = {"event": "resumed", "epoch": 1, "batch": 10, "exact": True, "text": "before batch 10 of epoch 1"}
+# The uninterrupted process, one that is killed in batch 16 of epoch 1, and one that resumes before its batch 10.
+KILLED, RESUMED = EVENTS[: 2 * (NUM_BATCHES + 16) + 1], EVENTS[2 * (NUM_BATCHES + 10) :]
+ALTERED = [{**event, "loss": "0x1.8000000000001p+3"} if event.get("batch") == 12 else event for event in RESUMED]
+OTHER_WEIGHTS = [*RESUMED[:-1], {**RESUMED[-1], "weights": "xy"}]
+# What the second and the first process changes, and the beginning or a part of the only or first problem.
+FALSIFIED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an altered loss": ({"events": ALTERED}, {}, "0x1.8000000000001p+3"),
+    "a missing event": ({"events": RESUMED[:-1]}, {}, "null"),
+    "repeated events": ({"events": [*RESUMED[:2], *RESUMED]}, {}, "event"),
+    "other weights": ({"events": OTHER_WEIGHTS}, {}, "xy"),
+    "a restart from the beginning": ({"events": EVENTS, "resume": None}, {}, "process 2 began from the beginning"),
+    "a kill that lost nothing": (
+        {"events": RESUMED[12:], "resume": {**RESUME, "batch": 16}},
+        {"autosave": (1, 16)},
+        "no kill came between two autosaves",
+    ),
+}
 
 
 @pytest.fixture
@@ -31,95 +56,35 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def reference(demo: ModuleType) -> Any:
-    """Return an uninterrupted process of two epochs."""
-    events = [event for epoch in range(2) for batch in range(NUM_BATCHES) for event in batch_events(epoch, batch)]
-    events.append({"event": "validated", "epoch": 1, "metrics": {"val_loss": "0x1p-1", "val_accuracy": "0x1p-2"}})
-    events.append({"event": "end", "weights": "ab", "optimizers": "cd", "draws": {"torch": 0.5}})
-    return demo.Process(seed=1, seconds=1.0, events=events, resume=None, autosave=None)
+def processes(demo: ModuleType) -> list[Any]:
+    """Return the whole process, and the killed and the resumed one that did the same."""
+    whole = demo.Process(seed=1, seconds=1.0, events=EVENTS, resume=None, autosave=None)
+    return [whole, replace(whole, events=KILLED, autosave=(1, 10)), replace(whole, events=RESUMED, resume=RESUME)]
 
 
-@pytest.fixture
-def processes(reference: Any) -> list[Any]:
-    """Return the same as two processes: one killed in batch 16 of epoch 1, one that resumed before its batch 10."""
-    at = [(event.get("event"), event.get("epoch"), event.get("batch")) for event in reference.events]
-    killed = reference.events[: at.index(("batch", 1, 16)) + 1]
-    resumed = reference.events[at.index(("batch", 1, 10)) :]
-    resume = {"event": "resumed", "epoch": 1, "batch": 10, "exact": True, "text": "before batch 10 of epoch 1"}
-    return [replace(reference, events=killed, autosave=(1, 10)), replace(reference, events=resumed, resume=resume)]
-
-
-def batch_events(epoch: int, batch: int) -> list[Event]:
-    """Return the events that a recorder writes in one batch."""
-    return [
-        {"event": "batch", "epoch": epoch, "batch": batch, "content": f"{epoch} {batch}"},
-        {"event": "step", "epoch": epoch, "batch": batch, "loss": float(batch).hex()},
-    ]
-
-
-def test_runs_that_are_the_same_have_no_problems(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
+def test_runs_that_are_the_same_have_no_problems(demo: ModuleType, processes: list[Any]) -> None:
     """A killed run that did the same has no problems, and repeated batches count once."""
-    assert demo.problems(reference, processes, NUM_BATCHES) == []
-    assert len(demo.run_twice(*processes)) == 6
+    assert demo.problems(processes[0], processes[1:], NUM_BATCHES) == []
+    assert len(demo.run_twice(*processes[1:])) == 6
 
 
-def test_one_altered_loss_is_a_problem(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """One loss that differs by one bit is found, and shown with both values."""
-    events = [dict(event) for event in processes[1].events]
-    altered = next(event for event in events if (event["event"], event["batch"]) == ("step", 12))
-    altered["loss"] = "0x1.8000000000001p+3"
-    [problem] = demo.problems(reference, [processes[0], replace(processes[1], events=events)], NUM_BATCHES)
-    assert "0x1.8000000000000p+3" in problem
-    assert "0x1.8000000000001p+3" in problem
-
-
-@pytest.mark.parametrize(
-    ("falsify", "message"),
-    [
-        (lambda events: events[:-1], "null"),
-        (lambda events: [*events[:2], *events], "event"),
-        (lambda events: [*events[:-1], {**events[-1], "weights": "xy"}], "xy"),
-    ],
-    ids=["missing", "repeated", "weights"],
-)
-def test_a_falsified_trace_is_a_problem(
-    demo: ModuleType, reference: Any, processes: list[Any], falsify: Callable[[list[Event]], list[Event]], message: str
-) -> None:
-    """A missing event, an additional one, and other weights are found."""
-    falsified = replace(processes[1], events=falsify(list(processes[1].events)))
-    problems = demo.problems(reference, [processes[0], falsified], NUM_BATCHES)
-    assert problems
-    assert message in problems[0]
-
-
-def test_a_restart_from_the_beginning_is_a_problem(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """A restart that did everything again is reported, although the results are the same."""
-    problems = demo.problems(reference, [processes[0], reference], NUM_BATCHES)
-    assert problems == ["process 2 began from the beginning"]
-
-
-def test_a_kill_at_an_autosave_is_reported(demo: ModuleType, reference: Any, processes: list[Any]) -> None:
-    """A kill that lost nothing would not demonstrate anything."""
-    at_autosave = replace(processes[0], autosave=(1, 16))
-    resume = {**processes[1].resume, "batch": 16}
-    resumed = replace(processes[1], resume=resume, events=processes[1].events[12:])
-    [problem] = demo.problems(reference, [at_autosave, resumed], NUM_BATCHES)
-    assert problem.startswith("no kill came between two autosaves")
+@pytest.mark.parametrize("case", FALSIFIED)
+def test_a_falsified_run_is_a_problem(demo: ModuleType, processes: list[Any], case: str) -> None:
+    """Each difference is found and shown, and so is a demonstration that demonstrates nothing."""
+    of_second, of_first, text = FALSIFIED[case]
+    changed = [replace(processes[1], **of_first), replace(processes[2], **of_second)]
+    assert text in demo.problems(processes[0], changed, NUM_BATCHES)[0]
 
 
 def test_the_exit_code_tells_of_a_problem(
-    demo: ModuleType, reference: Any, processes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    demo: ModuleType, processes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demonstration ends with 0 if all is the same, with 1 if not, and draws the figure either way."""
-
-    def end_with(run_processes: list[Any]) -> int:
-        monkeypatch.setattr(demo.Run, "start", lambda run, **_: run.processes.append(reference) or reference)
-        monkeypatch.setattr(demo, "interrupt", lambda run, *_: run.processes.extend(run_processes))
-        return demo.main(tmp_path)
-
-    assert end_with(processes) == 0
-    events = [*processes[1].events[:-1], {**processes[1].events[-1], "weights": "xy"}]
-    assert end_with([processes[0], replace(processes[1], events=events)]) == 1
+    whole, killed, resumed = processes
+    for last, code in ((resumed, 0), (replace(resumed, events=OTHER_WEIGHTS), 1)):
+        monkeypatch.setattr(demo.Run, "start", lambda run, **_: run.processes.append(whole) or whole)
+        monkeypatch.setattr(demo, "interrupt", lambda run, *_, last=last: run.processes.extend([killed, last]))
+        assert demo.main(tmp_path) == code
     assert (tmp_path / "losses.png").stat().st_size > 10_000
 
 
@@ -127,12 +92,9 @@ def test_the_exit_code_tells_of_a_problem(
 @pytest.mark.timeout(300)
 def test_the_demo_shows_that_all_is_the_same(tmp_path: Path) -> None:
     """The whole demonstration has two kills, two resumes, identical results, and a figure; its processes are forked."""
-    made = tmp_path / "made"
-    words = [sys.executable, str(DEMO / "run.py"), "--output", str(made)]
+    words = [sys.executable, str(DEMO / "run.py"), "--output", str(tmp_path / "made")]
     command = python.Command(words=words, directory=os.getcwd(), environment=dict(os.environ))
     exit_code, output = python.run(command, scratch=tmp_path / "scratch")
     assert exit_code == 0, output
-    assert output.count("SIGKILL in batch") == 2
-    assert output.count("resumed before batch") == 2
-    assert "DIFFERENT" not in output
-    assert (made / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert [output.count(text) for text in ("SIGKILL in batch", "resumed before batch", "DIFFERENT")] == [2, 2, 0]
+    assert (tmp_path / "made" / "losses.png").read_bytes().startswith(b"\x89PNG")

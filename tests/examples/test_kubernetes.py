@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,18 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.signals import DEADLINE_EXIT_CODE, UNSAVED_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
-MANIFEST = ROOT / "examples" / "kubernetes" / "job.yaml"
-GUIDE = ROOT / "docs" / "guides" / "kubernetes.md"
+CLAIM, JOB = yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
+RULES: list[dict[str, Any]] = JOB["spec"]["podFailurePolicy"]["rules"]
 VERSIONS = ("1.31", "1.37")  # the oldest that the guide names, and the newest that the package knows
 
 
-def resources() -> list[dict[str, Any]]:
-    """Return the volume claim and the Job."""
-    return list(yaml.safe_load_all(MANIFEST.read_text()))
-
-
-def job() -> dict[str, Any]:
-    """Return the specification of the Job."""
-    return resources()[1]["spec"]
-
-
-def action(exit_code: int) -> str:
-    """Return what the Job does with a pod that has ended with a code, by the first rule that matches."""
-    for rule in job()["podFailurePolicy"]["rules"]:
-        codes = rule.get("onExitCodes")
-        if codes is not None and (exit_code in codes["values"]) == (codes["operator"] == "In"):
-            return str(rule["action"])
-    return "Count"
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_manifest_is_valid(version: str) -> None:
-    """Each resource is one that the API accepts, without a field that it doesn't know."""
-    assert [resource["kind"] for resource in resources()] == ["PersistentVolumeClaim", "Job"]
-    for resource in resources():
-        kubernetes_validate.validate(resource, version, strict=True)
-
-
-def test_misspelled_field_is_refused() -> None:
-    """The negative control: validation is strict, at any depth."""
-    changed = copy.deepcopy(resources()[1])
+def test_the_manifest_is_valid() -> None:
+    """Each resource is one that the API accepts; a field with a wrong name, at any depth, would be refused."""
+    assert [resource["kind"] for resource in (CLAIM, JOB)] == ["PersistentVolumeClaim", "Job"]
+    for resource in (CLAIM, JOB):
+        for version in VERSIONS:
+            kubernetes_validate.validate(resource, version, strict=True)
+    changed = copy.deepcopy(JOB)
     pod = changed["spec"]["template"]["spec"]
     pod["terminationGracePeriod"] = pod.pop("terminationGracePeriodSeconds")
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -57,43 +35,42 @@ def test_misspelled_field_is_refused() -> None:
 
 def test_stops_are_not_counted() -> None:
     """A saved stop is no failure; a state that could not be written, an error, and a kill are."""
-    sigterm = 128 + 15
-    assert [action(code) for code in (sigterm, DEADLINE_EXIT_CODE)] == ["Ignore", "Ignore"]
-    assert [action(code) for code in (UNSAVED_EXIT_CODE, 1, 137)] == ["Count", "Count", "Count"]
-    [disruption] = [rule for rule in job()["podFailurePolicy"]["rules"] if "onPodConditions" in rule]
-    assert disruption["action"] == "Ignore"
+
+    def action(exit_code: int) -> str:
+        """Return what the Job does with a pod that has ended with a code, by the first rule that matches."""
+        for rule in RULES:
+            codes = rule.get("onExitCodes")
+            if codes is not None and (exit_code in codes["values"]) == (codes["operator"] == "In"):
+                return str(rule["action"])
+        return "Count"
+
+    found = {code: action(code) for code in (128 + 15, DEADLINE_EXIT_CODE, UNSAVED_EXIT_CODE, 1, 137)}
+    assert list(found.values()) == ["Ignore", "Ignore", "Count", "Count", "Count"]
+    assert [rule["action"] for rule in RULES if "onPodConditions" in rule] == ["Ignore"]  # a disruption
 
 
-def test_pod_grants_enough_time_and_keeps_the_run() -> None:
+def test_the_pod_grants_enough_time_and_keeps_the_run() -> None:
     """The pod outlives `grace_seconds`. The autosaves and the signal get to where they are needed."""
-    pod = job()["template"]["spec"]
+    pod = JOB["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    assert pod["terminationGracePeriodSeconds"] > FaultTolerance()._options.grace_seconds + 10
+    grace_seconds = inspect.signature(FaultTolerance).parameters["grace_seconds"].default
+    assert pod["terminationGracePeriodSeconds"] > grace_seconds + 10
     assert pod["restartPolicy"] == "Never"  # the API refuses podFailurePolicy otherwise
-    assert all(
-        rule["onExitCodes"]["containerName"] == container["name"]
-        for rule in job()["podFailurePolicy"]["rules"]
-        if "onExitCodes" in rule
-    )
-    claims = {
-        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
-        for volume in pod["volumes"]
-        if "persistentVolumeClaim" in volume
-    }
+    assert {rule["onExitCodes"]["containerName"] for rule in RULES if "onExitCodes" in rule} == {container["name"]}
+    volumes = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in volumes}
     [mount] = [mount for mount in container["volumeMounts"] if mount["name"] in claims]
     assert mount["mountPath"] == container["workingDir"]
-    assert claims[mount["name"]] == resources()[0]["metadata"]["name"]
+    assert claims[mount["name"]] == CLAIM["metadata"]["name"]
     assert container["command"][0] == "python"
 
 
-def test_guide_shows_the_manifest() -> None:
+def test_the_guide_shows_the_manifest() -> None:
     """The Job in the guide is that of the manifest, without what the guide leaves out."""
-    [shown] = [
-        yaml.safe_load(text) for text in GUIDE.read_text().split("```yaml\n")[1:] for text in [text.split("```")[0]]
-    ]
-    whole = resources()[1]
-    rules = whole["spec"]["podFailurePolicy"]["rules"]
-    whole["spec"]["podFailurePolicy"]["rules"] = [rule for rule in rules if rule["action"] == "Ignore"]
+    guide = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+    [shown] = [yaml.safe_load(text.split("```")[0]) for text in guide.split("```yaml\n")[1:]]
+    whole = copy.deepcopy(JOB)
+    whole["spec"]["podFailurePolicy"]["rules"] = [rule for rule in RULES if rule["action"] == "Ignore"]
     pod = whole["spec"]["template"]["spec"]
     del pod["volumes"]
     for name in ("volumeMounts", "resources"):

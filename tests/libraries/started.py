@@ -30,13 +30,7 @@ _END_SECONDS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The result of one start of a script.
-
-    Args:
-        exit_code: The exit code of the process, or minus the signal that killed it.
-        weights: A checksum of the weights after each training batch.
-        output: The complete output.
-    """
+    """The exit code of one start of a script, checksums of the weights after each training batch, and the output."""
 
     exit_code: int
     weights: list[str]
@@ -49,24 +43,14 @@ class Started:
 
 
 class Script:
-    """A script in its own directory, and the process from which its starts are forked.
-
-    Args:
-        source: The script; each start gets a copy.
-        root: The parent of the directory.
-    """
+    """A script, of which each start gets a copy below `root`; its starts are forked from one process."""
 
     def __init__(self, source: Path, root: Path) -> None:
         self._source, self._root, self.directory = source, root, root / "run"
         self.directory.mkdir()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_"))}
-        own = {
-            "PYTHONPATH": IMPORTED_FROM,
-            "OMP_NUM_THREADS": "1",
-            "HOME": str(root),
-            "PWD": str(self.directory),
-            "TQDM_DISABLE": "1",
-        }
+        own = {"PYTHONPATH": IMPORTED_FROM, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+        own |= {"HOME": str(root), "PWD": str(self.directory)}
         self._popen = subprocess.Popen(
             [PYTHON, HERE / "run_scripts.py", source],
             env={**inherited, **own},
@@ -121,12 +105,7 @@ def script(source: Path, root: Path) -> Iterator[Script]:
 def assert_continues(name: str, root: Path, *, more: Sequence[str] = ()) -> None:
     """Assert that all starts of a script that is stopped and then killed train, together, the same as one run.
 
-    It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then finishes.
-
-    Args:
-        name: The file of the script.
-        root: A directory for the test.
-        more: More interruptions, after the kill.
+    It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, interrupted as `more` says, and finishes.
     """
     with script(HERE / "scripts" / name, root) as started:
         plain = started.start()
@@ -135,17 +114,12 @@ def assert_continues(name: str, root: Path, *, more: Sequence[str] = ()) -> None
         assert len(set(plain.weights)) == len(plain.weights), "the weights don't tell the batches apart"
         assert plain.results, plain.output
         started.forget()
-        stopped = started.start(INTERRUPT="TERM@5", **PROTECTED)
-        assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
-        assert stopped.weights == plain.weights[:5], stopped.output
-        killed = started.start(INTERRUPT="KILL@5", **PROTECTED)
-        assert killed.exit_code == -signal.SIGKILL, killed.output
-        assert killed.weights == plain.weights[5:10], killed.output
-        for interrupt in more:
-            later = started.start(INTERRUPT=interrupt, **PROTECTED)
-            assert later.exit_code in (128 + signal.SIGTERM, -signal.SIGKILL), later.output
-            begun = plain.weights.index(later.weights[0])
-            assert later.weights == plain.weights[begun : begun + len(later.weights)], later.output
+        for number, interrupt in enumerate(("TERM@5", "KILL@5", *more)):
+            cut = started.start(INTERRUPT=interrupt, **PROTECTED)
+            assert cut.exit_code == {"T": 128 + signal.SIGTERM, "K": -signal.SIGKILL}[interrupt[0]], cut.output
+            begun = plain.weights.index(cut.weights[0])
+            assert cut.weights == plain.weights[begun : begun + len(cut.weights)], cut.output
+            assert number > 1 or (begun, len(cut.weights)) == (5 * number, 5), cut.output
         ended = started.start(**PROTECTED)
         assert ended.exit_code == 0, ended.output
         assert "Resumed exactly" in ended.output
@@ -157,10 +131,7 @@ def assert_continues(name: str, root: Path, *, more: Sequence[str] = ()) -> None
 def assert_refused(name: str, root: Path, reasons: Mapping[tuple[str, str], str]) -> None:
     """Assert that a script with a change in its text trains nothing, and that the script as it is starts after that.
 
-    Args:
-        name: The file of the script.
-        root: A directory for the test.
-        reasons: For each change, what is replaced by what, a part of the message.
+    `reasons` has, for each change of what to what, a part of the message.
     """
     source = HERE / "scripts" / name
     changed = Path(shutil.copy(source, root))

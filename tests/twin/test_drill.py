@@ -4,20 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.twin import TRANSLATION
-from tests.cli.drill import real_drills
+from tests.cli.trained import TRAINING, on_training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])
-def test_script_of_pytorch_lightning_is_drilled(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_of_pytorch_lightning_is_drilled(kind: str, tmp_path: Path) -> None:
     """A training with a Trainer of the other package is struck, continues, and ends as if nothing had happened."""
     script = tmp_path / "training.py"
-    script.write_text(TRANSLATION.translated(real_drills.TRAINING.read_text()))
+    script.write_text(TRANSLATION.translated(TRAINING.read_text()))
     assert "from pytorch_lightning import" in script.read_text()
-    monkeypatch.setattr(real_drills, "TRAINING", script)
-    found = real_drills.drill(tmp_path, kind=kind)
-    assert found.verdict.word == result.EXACT, found.verdict
-    assert found.strikes[0].resumed_at > 0
+    options = ("--kills=1", "--seed=1", f"--signal={kind}")
+    found = on_training(tmp_path, "drill", *options, arguments=("--functions=fit",), script=script)
+    assert found.exit_code == 0, found.output
+    assert f"1 {kind}" in found.output

@@ -13,18 +13,13 @@ import sys
 
 _OWN_MOUNTS, _PRIVATE = 0x20000, (1 << 18) | (1 << 14)  # CLONE_NEWNS; MS_PRIVATE and MS_REC
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SIZE = b"size=64m"
 
 
 def mount(directory: str) -> None:
-    """Mount a small file system, which only this process and its children see.
-
-    Raises:
-        OSError: If the system does not allow it.
-    """
+    """Mount a file system of 64 MB, which only this process and its children see."""
     _check(_LIBC.unshare(_OWN_MOUNTS))
     _check(_LIBC.mount(b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None))
-    _check(_LIBC.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", ctypes.c_ulong(0), _SIZE))
+    _check(_LIBC.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", ctypes.c_ulong(0), b"size=64m"))
 
 
 @functools.cache

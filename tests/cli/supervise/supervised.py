@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cli.supervise.training import Plan
 from tests.harness import python
+from tests.scripts import told
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("training.py")
@@ -25,13 +28,7 @@ RUN = ("-m", "lightning_faulttolerant", "run")
 
 @dataclass(frozen=True)
 class Trial:
-    """How a command has ended.
-
-    Args:
-        exit_code: Its exit code.
-        output: What it and its processes have printed.
-        directory: The directory of the script.
-    """
+    """How a command has ended, what it and its processes have printed, and the directory of the script."""
 
     exit_code: int
     output: str
@@ -39,7 +36,7 @@ class Trial:
 
     def told(self, name: str) -> list[Any]:
         """Return what the script has written down."""
-        return lines_of(self.directory / f"{name}.jsonl")
+        return told(self.directory, name)
 
     @property
     def num_starts(self) -> int:
@@ -47,28 +44,12 @@ class Trial:
         return len({process_id for process_id, _ in self.told("steps")})
 
 
-def lines_of(path: Path) -> list[Any]:
-    """Return the values in a file, one a line."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 class RunningTrial:
-    """A command that runs.
+    """A command of Python that runs."""
 
-    Args:
-        directory: The directory of the script.
-        words: The arguments of Python.
-        environment: More variables.
-        output: The name of a file for its output.
-    """
-
-    def __init__(
-        self, directory: Path, words: tuple[str, ...], environment: dict[str, str], output: str = "output"
-    ) -> None:
+    def __init__(self, directory: Path, words: Sequence[str], output: str = "output", **environment: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._output = directory / f"{output}.txt"
-        self._mark = directory / f"{output}.mark"
+        self._directory, self._output, self._mark = directory, directory / f"{output}.txt", directory / f"{output}.mark"
         # What an outer run has set must not reach the script.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "SLURM_"))}
         variables = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
@@ -76,10 +57,10 @@ class RunningTrial:
         self.process = python.Popen(command, output=self._output, mark=self._mark)
 
     def steps(self) -> list[Any]:
-        """Return the steps so far."""
-        return lines_of(self._directory / "steps.jsonl")
+        """Return the process and the number of each step so far."""
+        return told(self._directory, "steps")
 
-    def wait(self, timeout_seconds: float = 100) -> Trial:
+    def wait(self, timeout_seconds: float = 250) -> Trial:
         """Wait until it ends; it must end by itself, and leave no process.
 
         Raises:
@@ -87,12 +68,15 @@ class RunningTrial:
         """
         try:
             code = self.process.wait(timeout_seconds)
-            left = [described(process_id) for process_id in self._left()]
+            deadline = time.monotonic() + 8
+            while (left := python.marked(self._mark)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            described = [_described(process_id) for process_id in left]
         except subprocess.TimeoutExpired:
             raise TimeoutError(self._output.read_text()) from None
         finally:
             self.kill()
-        assert not left, f"These processes are left: {left}\n{self._output.read_text()}"
+        assert not described, f"These processes are left: {described}\n{self._output.read_text()}"
         return Trial(code, self._output.read_text(), self._directory)
 
     def kill(self) -> None:
@@ -103,62 +87,49 @@ class RunningTrial:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
 
-    def _left(self) -> list[int]:
-        """Return the processes that are left some seconds after the end."""
-        deadline = time.monotonic() + 8
-        while (left := python.marked(self._mark)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return left
 
-
-def described(process_id: int) -> str:
+def _described(process_id: int) -> str:
     """Return what is known of a process. One that is forked from this one has its words."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
         status = Path(f"/proc/{process_id}/status").read_text()
-        kept = re.findall(r"^(?:State|PPid|Threads|SigCgt|SigPnd|ShdPnd):.*", status, re.MULTILINE)
-        return f"{process_id} {b' '.join(words[:6])!r} {kept}"
+        return f"{process_id} {words[:6]} {re.findall(r'^(?:State|PPid|Sig...):.*', status, re.MULTILINE)}"
     return f"{process_id}, which has ended since"
 
 
 def begin(
     directory: Path,
-    *words: str,
-    options: tuple[str, ...] | None = (),
+    plan: Plan,
+    *,
+    options: Sequence[str] | None = (),
     flags: str = "",
     output: str = "output",
-    **environment: str,
+    mount: str = "",
 ) -> RunningTrial:
     """Start the script.
 
     Args:
         directory: Its directory.
-        words: Its arguments.
+        plan: Its arguments.
         options: The options of the supervised run; ``None`` starts the script alone.
         flags: More arguments of the callback.
         output: The name of a file for its output.
-        environment: More variables.
+        mount: Where the command has its own small file system.
     """
-    script = (str(SCRIPT), str(directory), *words)
-    callback = f"every_n_train_steps=1, dirpath={directory / 'autosaves'}" + (f", {flags}" if flags else "")
-    variables = {"PL_FAULT_TOLERANT_OPTIONS": callback, **environment}
+    script = (str(SCRIPT), str(directory), json.dumps(asdict(plan)))
     command = script if options is None else (*RUN, *options, "--", sys.executable, *script)
-    return RunningTrial(directory, command, variables, output)
-
-
-def supervised(directory: Path, *words: str, **more: Any) -> Trial:
-    """Run the script under supervision, until it ends."""
-    return begin(directory, *words, **more).wait()
+    command = ("-m", "tests.cli.supervise.own_mounts", mount, *command[1:]) if mount else command
+    variables = {"PL_FAULT_TOLERANT_OPTIONS": f"every_n_train_steps=1, dirpath={directory / 'autosaves'}{flags}"}
+    variables |= {"PL_FAULT_TOLERANT_TRAINING": "1"} if options is None else {}
+    return RunningTrial(directory, command, output, **variables)
 
 
 @functools.cache
 def undisturbed(num_ranks: int = 1, num_workers: int = 0) -> list[Any]:
     """Return the final weights of the script without the callback and without supervision."""
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name) / "undisturbed"
-        words = (str(SCRIPT), str(directory), "--workers", str(num_workers))
+        words = (str(SCRIPT), name, json.dumps(asdict(Plan(num_workers=num_workers))))
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-        command = words if num_ranks == 1 else (*torchrun, *words)
-        trial = RunningTrial(directory, command, {}).wait()
+        trial = RunningTrial(Path(name), words if num_ranks == 1 else (*torchrun, *words)).wait()
         assert trial.exit_code == 0, trial.output
         return trial.told("weights")

@@ -6,55 +6,97 @@ two. `--fault-trials` and `--fault-seed` set the number of trials and the seed.
 
 from __future__ import annotations
 
-import functools
-import json
+import itertools
+import os
+import random
+import shutil
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.cli.supervise.fault_kinds import KINDS
-from tests.cli.supervise.fault_trials import SCRIPT, Attempt, FaultTrial, draw_trials
-from tests.cli.supervise.faulty_training import Plan
 from tests.cli.supervise.own_mounts import can_mount
-from tests.cli.supervise.supervised import RunningTrial
-from tests.scripts import told
+from tests.cli.supervise.supervised import begin, undisturbed
+from tests.cli.supervise.training import HOOKS, WRITE, Plan
+from tests.harness import places
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
+@dataclass(frozen=True)
+class FaultTrial:
+    """A fault that comes at a moment, on one of several ranks; all else is drawn from the seed."""
+
+    kind: str
+    moment: str
+    num_ranks: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.moment}-{self.num_ranks}-{self.seed}"
+
+    def plan(self) -> tuple[Plan, str]:
+        """Return the arguments of the script, and those of the callback."""
+        draw = random.Random(str(self))
+        kind = KINDS[self.kind]
+        rank = draw.randrange(self.num_ranks)
+        hook = draw.choice([hook for hook in HOOKS[self.moment] if hook != WRITE or rank == 0])  # rank 0 writes
+        workers = draw.choice([0, 0, 0, 2]) if kind.num_workers is None else kind.num_workers
+        number = draw.randrange(HOOKS[self.moment][hook])
+        # On a busy machine, a start may take some seconds.
+        flags = f", async_save={draw.choice(['true', 'false'])}, HangWatch.timeout=10"
+        place = {"hook": hook, "number": number, "rank": rank}
+        more = {"kind": self.kind, "seed": self.seed, "has_mounts": bool(kind.mounts)}
+        return Plan(num_workers=workers, **place, **more), flags  # type: ignore[arg-type]
+
+
+def draw_trials(number: int, seed: int) -> list[FaultTrial]:
+    """Return at least this many trials, of all kinds in turn; in enough of them, each comes at each moment."""
+    cases = {}
+    for name, kind in KINDS.items():
+        found = list(itertools.product(kind.moments, kind.num_ranks))
+        random.Random(f"{seed} {name}").shuffle(found)
+        cases[name] = itertools.cycle(found)
+    trials: list[FaultTrial] = []
+    while len(trials) < max(number, 1):
+        for name, in_turn in cases.items():
+            trials.append(FaultTrial(name, *next(in_turn), seed + len(trials)))
+    return trials
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Draw the trials."""
-    if "trial" in metafunc.fixturenames:
-        number, seed = metafunc.config.getoption("--fault-trials"), metafunc.config.getoption("--fault-seed")
-        metafunc.parametrize("trial", draw_trials(number, seed), ids=str)
+    number, seed = (metafunc.config.getoption(name) for name in ("--fault-trials", "--fault-seed"))
+    metafunc.parametrize("trial", draw_trials(number, seed), ids=str)
 
 
-def can_be_tried(trial: FaultTrial) -> bool:
-    """Return whether this system allows the mounts that a trial needs."""
-    return not KINDS[trial.kind].mounts or can_mount()
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Yield a directory outside of shared memory, over which a trial may mount another file system."""
+    path = Path(tempfile.mkdtemp(prefix="fault-", dir=places.on_disk()))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
-@functools.cache
-def undisturbed(num_ranks: int, num_workers: int) -> object:
-    """Return the final weights of the script, without the callback and without supervision."""
-    with tempfile.TemporaryDirectory() as name:
-        plan = Plan(directory=name, num_ranks=num_ranks, num_workers=num_workers)
-        words = (str(SCRIPT), json.dumps(asdict(plan)))
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-        ended = RunningTrial(Path(name), words if num_ranks == 1 else (*torchrun, *words), {}).wait()
-        assert ended.exit_code == 0, ended.output
-        [weights] = told(Path(name), "weights")
-        return weights
-
-
-def test_trial(trial: FaultTrial, request: pytest.FixtureRequest) -> None:
+def test_trial(trial: FaultTrial, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends by itself, also if it has to be started again after a request to stop, and leaves no process."""
-    if not can_be_tried(trial):
+    kind = KINDS[trial.kind]
+    if kind.mounts and not can_mount():
         pytest.skip("mounts a small file system, which this system does not allow")
-    attempt = Attempt(trial=trial)
-    wrong = attempt.finish(undisturbed(trial.num_ranks, attempt.plan.num_workers))
-    number, seed = (request.config.getoption(name) for name in ("--fault-trials", "--fault-seed"))
-    again = f"python -m pytest '{request.node.nodeid}' --fault-trials={number} --fault-seed={seed}"
-    assert not wrong, f"{trial.kind} in {trial.moment} on {trial.num_ranks} ranks, again by:\n{again}\n{wrong}"
+    monkeypatch.setenv("TMPDIR", places.on_disk())
+    plan, flags = trial.plan()
+    options = ("--nproc-per-node", str(trial.num_ranks)) if trial.num_ranks > 1 else ()  # one is started as if by hand
+    mount = os.path.join(directory, kind.mounts) if kind.mounts else ""
+    (directory / "autosaves").mkdir()
+    ended = [begin(directory, plan, options=options, flags=flags, mount=mount).wait()]
+    if ended[0].exit_code in kind.ends:
+        ended.append(begin(directory, plan, options=options, flags=flags, mount=mount, output="again").wait())
+    told = f"{plan}\n{flags}\n" + "\n=== ".join(f"{each.exit_code}\n{each.output}" for each in ended)
+    assert ended[-1].exit_code == 0, told
+    assert (directory / "struck").exists(), f"The fault did not come.\n{told}"
+    weights = ended[-1].told("weights")
+    assert weights, told
+    assert all([found] == undisturbed(trial.num_ranks, plan.num_workers) for found in weights), told

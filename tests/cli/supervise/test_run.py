@@ -7,143 +7,159 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.cli.run import OTHERS_ENDED
 from lightning_faulttolerant.processes import is_running
-from tests.cli.supervise.supervised import RUN, RunningTrial, begin, supervised, undisturbed
-from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS
+from lightning_faulttolerant.supervision.heartbeats import read_heartbeats
+from tests.cli.supervise.supervised import RUN, RunningTrial, Trial, begin, undisturbed
+from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS, Plan
+from tests.histories import chapter_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
+RAISES = Plan(kind="exception")
+SLOW = Plan(seconds=0.1)
+IMPORT_ERROR = Plan(kind="import error")
+TWO_RANKS = ("--nproc-per-node", "2")
+SHORT = ", HangWatch.timeout=5"
 
 
-def wait_for_steps(trial: RunningTrial, number: int) -> None:
-    """Wait until a script has trained so many steps."""
-    while len(trial.steps()) < number:
+def wait_for(trial: RunningTrial, has_come: Callable[[], object]) -> None:
+    """Wait until something has come, which a run that has ended can't bring."""
+    while not has_come():
         assert trial.process.poll() is None
         time.sleep(0.01)
 
 
+def assert_finished(trial: Trial, num_ranks: int = 1, num_workers: int = 0, *, num_starts: int | None = None) -> None:
+    """Check that a run has ended with the weights of the undisturbed run."""
+    assert trial.exit_code == 0, trial.output
+    assert trial.told("weights") == undisturbed(num_ranks, num_workers)
+    assert num_starts in (None, trial.num_starts), trial.output
+
+
 def test_a_script_that_fails_once_finishes_as_if_it_had_not(tmp_path: Path) -> None:
     """The exception is told, the second start continues, and the script sees no ranks that it did not ask for."""
-    trial = supervised(tmp_path, "--flaw", "exception")
-    assert (trial.exit_code, trial.num_starts) == (0, 2), trial.output
-    assert trial.told("weights") == undisturbed()
+    trial = begin(tmp_path, RAISES).wait()
+    assert_finished(trial, num_starts=2)
     assert len(trial.told("steps")) == NUM_EPOCHS * NUM_BATCHES + 1
-    assert "start 1: Ended by ValueError: this batch can't be trained, in batch 5 of epoch 0 on rank 0" in trial.output
-    assert trial.told("environment") == [{"RANK": None, "WORLD_SIZE": None}]
+    assert "start 1: Ended by ValueError: an exception, in batch 3 of epoch 0 on rank 0" in trial.output
+    assert trial.told("environment") == [[None, None]]
 
 
 def test_without_supervision_the_same_script_fails(tmp_path: Path) -> None:
     """The negative control: alone, the script trains no further than to its exception."""
-    trial = begin(tmp_path, "--flaw", "exception", options=None, PL_FAULT_TOLERANT_TRAINING="1").wait()
-    assert (trial.exit_code, len(trial.told("steps")), trial.told("weights")) == (1, 6, [])
+    trial = begin(tmp_path, RAISES, options=None).wait()
+    assert (trial.exit_code, len(trial.told("steps")), trial.told("weights")) == (1, 4, [])
 
 
 def test_the_requests_reach_the_script(tmp_path: Path) -> None:
     """What the options ask for, the script reads from its environment."""
     code = "import os; print([os.environ[f'PL_FAULT_TOLERANT_{n}'] for n in ('RESUME_FROM', 'SKIP_BATCHES', 'ACCEPT')])"
     options = ["--from", "40", "--skip", "4:2", "--skip", "0:43", "--accept", "a.b", "--accept", "c"]
-    ended = subprocess.run(
-        [sys.executable, *RUN, *options, "--", sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = [sys.executable, *RUN, *options, "--", sys.executable, "-c", code]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "['40', '0:43,4:2', 'a.b,c']" in ended.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flaw", ["os._exit", "SIGKILL"])
-def test_a_process_that_vanishes_is_started_again(tmp_path: Path, flaw: str) -> None:
-    """A process that can tell nothing continues, too."""
-    trial = supervised(tmp_path, "--flaw", flaw)
-    assert (trial.exit_code, trial.num_starts) == (0, 2), trial.output
-    assert trial.told("weights") == undisturbed()
+# The script's plan, the options, the exit code, the number of starts that train, and what the output says.
+GIVEN_UP: dict[str, tuple[Plan, tuple[str, ...], int, int, tuple[str, ...]]] = {
+    "the same exception": (
+        replace(RAISES, how="always"),
+        (),
+        3,
+        3,
+        (
+            "3 starts in a row",
+            "in batch 3 of epoch 0, on rank 0: ValueError: an exception.",
+            "Its samples are train/0: ",
+        ),
+    ),
+    "it never trains": (
+        IMPORT_ERROR,
+        ("--max-restarts", "2"),
+        4,
+        0,
+        ("ImportError: no such module", "2 starts in a row ended without a new autosave; the last one by exit code 1"),
+    ),
+}
 
 
 @pytest.mark.slow
-def test_the_same_exception_three_times_ends_the_run(tmp_path: Path) -> None:
-    """The message names the batch, its samples, and the exception; the exit code is documented."""
-    trial = supervised(tmp_path, "--flaw", "exception", "--how", "always")
-    assert (trial.exit_code, trial.num_starts) == (3, 3), trial.output
-    [line] = [line for line in trial.output.splitlines() if "3 starts in a row" in line]
-    assert "in batch 5 of epoch 0, on rank 0: ValueError: this batch can't be trained." in line
-    assert "Its samples are train/0: " in line
-    assert trial.told("weights") == []
+@pytest.mark.parametrize("case", GIVEN_UP)
+def test_a_run_that_gets_no_further_is_given_up(case: str, tmp_path: Path) -> None:
+    """The message names the batch, its samples, and the exception; the exit codes are documented."""
+    plan, options, code, num_starts, said = GIVEN_UP[case]
+    trial = begin(tmp_path, plan, options=options).wait()
+    assert (trial.exit_code, trial.num_starts, trial.told("weights")) == (code, num_starts, []), trial.output
+    assert all(text in trial.output for text in said), trial.output
 
 
 @pytest.mark.slow
 def test_an_exception_that_wanders_is_no_loop(tmp_path: Path) -> None:
     """The same exception at other batches is restarted, as long as there are new autosaves."""
-    trial = supervised(
-        tmp_path, "--flaw", "exception", "--how", "wandering", "--at", "11", options=("--max-restarts", "1")
-    )
-    assert (trial.exit_code, trial.num_starts) == (0, 6), trial.output
-    assert trial.told("weights") == undisturbed()
-
-
-@pytest.mark.slow
-def test_a_script_that_never_trains_is_given_up(tmp_path: Path) -> None:
-    """Without any autosave, the run ends after the number of starts that was asked for."""
-    trial = supervised(tmp_path, "--flaw", "import error", options=("--max-restarts", "2"))
-    assert trial.exit_code == 4, trial.output
-    assert trial.output.count("ImportError: no such module") == 2
-    assert "2 starts in a row ended without a new autosave; the last one by exit code 1" in trial.output
+    plan = replace(RAISES, how="wandering", number=7)
+    assert_finished(begin(tmp_path, plan, options=("--max-restarts", "1")).wait(), num_starts=4)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.Signals) -> None:
     """The signal is passed on; the next run of the same command continues, and nothing is trained twice."""
-    words = ("--how", "always", "--flaw", "short sleep")
-    trial = begin(tmp_path, *words)
-    wait_for_steps(trial, 3)
+    trial = begin(tmp_path, SLOW)
+    wait_for(trial, lambda: len(trial.steps()) > 2)
     os.kill(trial.process.pid, signum)
     stopped = trial.wait()
-    assert stopped.exit_code == 128 + signum, stopped.output
-    assert stopped.told("weights") == []
-    finished = supervised(tmp_path, *words)
-    assert finished.exit_code == 0, finished.output
-    assert finished.told("weights") == undisturbed()
+    assert (stopped.exit_code, stopped.told("weights")) == (128 + signum, []), stopped.output
+    finished = begin(tmp_path, SLOW).wait()
+    assert_finished(finished)
     assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES
+
+
+@pytest.mark.slow
+def test_a_script_that_is_stopped_itself_is_not_started_again(tmp_path: Path) -> None:
+    """A scheduler may signal the script and not the command; the run ends with the script's code all the same."""
+    trial = begin(tmp_path, SLOW)
+    wait_for(trial, lambda: len(trial.steps()) > 2)
+    os.kill(trial.steps()[0][0], signal.SIGTERM)
+    stopped = trial.wait()
+    assert stopped.exit_code == 143, stopped.output
+    assert "start 1: The run is stopped by SIGTERM." in stopped.output
 
 
 def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     """The command that is stopped ends with the code of its script, not with that of the signal."""
     sleeps = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would not end it
     script = f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); {sleeps}"
-    trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script), {})
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.05)
+    trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script))
+    wait_for(trial, (tmp_path / "ready").exists)
     os.kill(trial.process.pid, signal.SIGTERM)
-    stopped = trial.wait()
-    assert stopped.exit_code == 74, stopped.output
+    assert trial.wait().exit_code == 74
 
 
 def begin_shell(directory: Path, script: str) -> RunningTrial:
     """Run a script of the shell, which tells its process id and the directory of the supervisor."""
     # torch fills in templates: two dollars become one.
     told = 'echo "[$$$$, \\"$PL_FAULT_TOLERANT_SUPERVISOR\\"]" > told.jsonl'
-    return RunningTrial(directory, (*RUN, "--shutdown-timeout", "1", "--", "sh", "-c", f"{told}; {script}"), {})
+    return RunningTrial(directory, (*RUN, "--shutdown-timeout", "1", "--", "sh", "-c", f"{told}; {script}"))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_further_signals_do_not_save_the_processes_from_their_end(tmp_path: Path, signum: signal.Signals) -> None:
     """A script that ignores them is killed when its time is over, however many signals come until then."""
     trial = begin_shell(tmp_path, "trap '' TERM INT; touch ready; while true; do sleep 0.1; done")
-    while not (tmp_path / "ready").exists():
-        time.sleep(0.01)
+    wait_for(trial, (tmp_path / "ready").exists)
     while trial.process.poll() is None:
         os.kill(trial.process.pid, signum)
         time.sleep(0.05)
     stopped = trial.wait()
     [[process_id, directory]] = stopped.told("told")
     assert stopped.exit_code == 128 + signum, stopped.output
-    assert not is_running(process_id)
-    assert not Path(directory).exists()
+    assert (is_running(process_id), Path(directory).exists()) == (False, False)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
@@ -156,48 +172,41 @@ def test_a_signal_in_the_first_moment_of_a_start_ends_all(tmp_path: Path, signum
         time.sleep(0.02)
 
 
-@pytest.mark.slow
-def test_a_script_that_is_stopped_itself_is_not_started_again(tmp_path: Path) -> None:
-    """A scheduler may signal the script and not the command; the run ends with the script's code all the same."""
-    trial = begin(tmp_path, "--how", "always", "--flaw", "short sleep")
-    wait_for_steps(trial, 3)
-    os.kill(trial.steps()[0][0], signal.SIGTERM)
-    stopped = trial.wait()
-    assert stopped.exit_code == 143, stopped.output
-    assert "start 1: The run is stopped by SIGTERM." in stopped.output
+def test_what_can_not_be_started_is_wrong_usage(tmp_path: Path) -> None:
+    """A command that does not exist, and a number that is none, give status 2 before anything is started."""
+    for options, word in ((), "no-such-program"), (("--max-restarts", "0"), "true"), (("--nnodes", "2"), "true"):
+        ended = RunningTrial(tmp_path, (*RUN, *options, "--", word)).wait()
+        assert ended.exit_code == 2
+        assert options or "lightning-faulttolerant run: no-such-program: no such command" in ended.output
 
 
-@pytest.mark.slow
-def test_two_ranks_are_started_again_together(tmp_path: Path) -> None:
-    """An exception on one rank ends both, its cause is told, and the run equals torchrun's undisturbed one."""
-    options = ("--nproc-per-node", "2")
-    trial = supervised(tmp_path, "--flaw", "exception", "--rank", "1", options=options)
-    assert (trial.exit_code, trial.num_starts) == (0, 4), trial.output
-    assert trial.told("weights") == undisturbed(2)
-    assert "in batch 5 of epoch 0 on rank 1" in trial.output
+# Several machines.
+
+
+def meeting(number: int) -> tuple[str, ...]:
+    """Return the options of two commands that meet at one address."""
+    port = 20_000 + number * 10_000 + os.getpid() % 10_000
+    return "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one"
 
 
 @pytest.mark.slow
 def test_two_machines_are_started_again_together(tmp_path: Path) -> None:
     """Two commands that meet at one address run one rank each, and both finish after an exception on the second."""
-    port = 20_000 + os.getpid() % 10_000
-    options = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one")
-    trials = [begin(tmp_path, "--flaw", "exception", "--rank", "1", options=options, output=name) for name in "ab"]
+    trials = [begin(tmp_path, replace(RAISES, rank=1), options=meeting(0), output=name) for name in "ab"]
     ended = [trial.wait() for trial in trials]
-    assert [trial.exit_code for trial in ended] == [0, 0], "".join(trial.output for trial in ended)
-    assert ended[0].told("weights") == undisturbed(2)
+    for trial in ended:
+        assert_finished(trial, 2)
+    assert "in batch 3 of epoch 0 on rank 1" in "".join(trial.output for trial in ended)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_other_machine_ends_with_a_message(tmp_path: Path, number: int) -> None:
     """One machine gives up, the one at whose address they meet or another one; the other one says so, and ends."""
-    port = 20_000 + os.getpid() % 10_000
-    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "one")
     trials = []
     for each in range(2):
-        options = (*meet, "--max-restarts", "1" if each == number else "5")
-        trials.append(begin(tmp_path, "--flaw", "import error", options=options, output=f"machine-{each}"))
+        options = (*meeting(1), "--max-restarts", "1" if each == number else "5")
+        trials.append(begin(tmp_path, IMPORT_ERROR, options=options, output=f"machine-{each}"))
         time.sleep(1)  # the first one is to listen
     ended = [trial.wait() for trial in trials]
     output = "".join(trial.output for trial in ended)
@@ -208,11 +217,72 @@ def test_the_other_machine_ends_with_a_message(tmp_path: Path, number: int) -> N
     assert "launch_agent" not in other, f"torch's traceback: {output}"
 
 
-def test_what_can_not_be_started_is_wrong_usage(tmp_path: Path) -> None:
-    """A command that does not exist, and a number that is none, give status 2 before anything is started."""
-    missing = RunningTrial(tmp_path / "a", ("-m", "lightning_faulttolerant", "run", "--", "no-such-program"), {}).wait()
-    assert missing.exit_code == 2
-    assert "lightning-faulttolerant run: no-such-program: no such command" in missing.output
-    for number, options in enumerate([("--max-restarts", "0"), ("--nnodes", "2")]):
-        words = ("-m", "lightning_faulttolerant", "run", *options, "--", "true")
-        assert RunningTrial(tmp_path / str(number), words, {}).wait().exit_code == 2
+# Processes that hang.
+
+
+def reports(trial: Trial) -> list[str]:
+    """Return the reports of hangs next to the autosaves."""
+    return [path.read_text() for path in sorted(trial.directory.glob("autosaves/*/hang-*.txt"))]
+
+
+# The script's plan, the options, and what the report says.
+HUNG: dict[str, tuple[Plan, tuple[str, ...], tuple[str, ...]]] = {
+    "SIGSTOP": (Plan(kind="SIGSTOP"), (), ("(epoch 0, batch 3)", "stopped by a signal")),
+    "GIL": (Plan(kind="GIL"), (), ("(epoch 0, batch 3)", "in come")),
+    "worker": (Plan(kind="worker-deadlock", num_workers=2), (), ("in _try_get_data", "in __getitem__")),
+    "one of two ranks": (
+        Plan(kind="rank-without-collective", rank=1),
+        TWO_RANKS,
+        ("The others wait in a collective for rank 1.",),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HUNG)
+def test_a_hung_process_is_started_again(tmp_path: Path, case: str) -> None:
+    """It is noticed though no Python runs in it; the report says where it was, with its stack if it has one."""
+    plan, options, said = HUNG[case]
+    trial = begin(tmp_path, plan, options=options, flags=SHORT).wait()
+    assert_finished(trial, 2 if options else 1, plan.num_workers, num_starts=4 if options else 2)
+    [report] = reports(trial)
+    assert all(text in report for text in said), report
+    hangs = {process.hang for process in chapter_of(trial.directory / "autosaves").processes} - {None}
+    assert [4 < hang[1] - hang[0] < 30 for hang in hangs if hang] == [True]  # the next start has told of it
+    assert "See " in trial.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GIL", "SIGSTOP"])
+def test_without_the_watcher_it_hangs_for_ever(tmp_path: Path, kind: str) -> None:
+    """The negative control: with ``HangWatch.action=off``, nothing ends the same script."""
+    trial = begin(tmp_path, Plan(kind=kind), flags=f"{SHORT}, HangWatch.action=off")
+    wait_for(trial, (tmp_path / "struck").exists)
+    with pytest.raises(TimeoutError):
+        trial.wait(10)
+    assert len(trial.steps()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGSTOP", "GIL"])
+def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, kind: str) -> None:
+    """``HangWatch`` starts its own watcher; the same command continues, and no process is left."""
+    more: dict[str, Any] = {"options": None, "flags": f"{SHORT}, HangWatch.action=stop"}
+    hung = begin(tmp_path, Plan(kind=kind), **more).wait()
+    assert (hung.exit_code, len(reports(hung)), hung.told("weights")) == (60, 1, []), hung.output
+    memory = Path("/dev/shm").glob("lightning-faulttolerant-*")
+    assert [name for name in memory for beat in read_heartbeats(name) if str(tmp_path) in beat.directory] == []
+    assert_finished(begin(tmp_path, Plan(kind=kind), **more).wait())
+
+
+@pytest.mark.slow
+def test_a_report_leaves_the_process_alone(tmp_path: Path) -> None:
+    """``HangWatch.action=report`` writes what hangs, once, and the script continues when it can."""
+    trial = begin(tmp_path, Plan(kind="SIGSTOP"), options=None, flags=f"{SHORT}, HangWatch.action=report")
+    wait_for(trial, lambda: list(tmp_path.glob("autosaves/*/hang-*.txt")))
+    time.sleep(1)
+    assert trial.process.poll() is None
+    os.kill(trial.steps()[0][0], signal.SIGCONT)
+    finished = trial.wait()
+    assert_finished(finished, num_starts=1)
+    assert len(reports(finished)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,16 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from lightning_faulttolerant.cli import supervisor as supervisor_module
 from lightning_faulttolerant.cli.supervisor import (
     EndedStart,
     RestartPolicy,
     SupervisionEnded,
     Supervisor,
     Verdict,
-    kill,
     stop_code,
 )
-from lightning_faulttolerant.processes import is_running
 from lightning_faulttolerant.supervision.heartbeats import (
     OUTSIDE,
-    SAVE,
     TRAINING_BATCH,
     Heartbeat,
     TrainingFailure,
@@ -43,47 +38,54 @@ def raised(**changes: Any) -> EndedStart:
     return EndedStart(exit_codes=(1,), failure=replace(FAILURE, **changes))
 
 
-def verdicts(*ended: EndedStart, max_restarts: int = 100) -> list[Verdict]:
-    """Return what follows each of several starts."""
-    policy = RestartPolicy(max_restarts)
-    return [policy.judge(each) for each in ended]
-
-
 def saved(batch: int, ended: EndedStart = KILLED) -> EndedStart:
     """Return a start that has saved at a batch."""
     return replace(ended, saved=(1, 0, batch, 0))
 
 
+def verdicts(*ended: EndedStart, max_restarts: int = 100) -> list[Verdict]:
+    """Return what follows each of several starts."""
+    policy = RestartPolicy(max_restarts, command="lightning-faulttolerant run -- python train.py")
+    return [policy.judge(each) for each in ended]
+
+
 AGAIN = [raised(), raised()]
-ADDRESSES = [raised(text=f"<Net object at 0x7f{number:010x}> is wrong") for number in range(3)]
+OTHERS = [raised(batch=6), raised(text="other"), raised(kind="KeyError"), raised(evaluated=0), KILLED]
 # Starts, how many without a new autosave are allowed, and the exit code after each.
 ENDS: dict[str, tuple[list[EndedStart], int, list[int | None]]] = {
     "no new autosave": ([saved(1), KILLED, saved(1), saved(2), KILLED, KILLED, KILLED], 3, [None] * 6 + [4]),
     "always a new autosave": ([saved(batch) for batch in range(50)], 1, [None] * 50),
     "the same exception": ([saved(1, each) for each in (*AGAIN, raised())], 100, [None, None, 3]),
-    "addresses in its text": (ADDRESSES, 100, [None, None, 3]),
-    "a new autosave in between": (
-        [saved(1, raised())] * 2 + [saved(2, raised())] * 3,
+    "in an evaluation": ([raised(evaluated=3)] * 3, 100, [None, None, 3]),
+    "addresses in its text": (
+        [raised(text=f"<Net object at 0x7f{number:010x}> is wrong") for number in range(3)],
         100,
-        [None] * 4 + [3],
+        [None, None, 3],
     ),
-    **{
-        f"another failure in between, {number}": ([*AGAIN, other, *AGAIN, raised()], 100, [None] * 5 + [3])
-        for number, other in enumerate(
-            [raised(batch=6), raised(text="other"), raised(kind="KeyError"), raised(evaluated=0), KILLED]
-        )
-    },
+    "a new autosave in between": ([saved(1, raised())] * 2 + [saved(2, raised())] * 3, 100, [None] * 4 + [3]),
+    "another failure in between": (
+        [each for other in OTHERS for each in (*AGAIN, other)] + [*AGAIN, raised()],
+        100,
+        [None] * 17 + [3],
+    ),
     "no batch": ([raised(batch=None)] * 4, 100, [None] * 4),
     "no batch, too often": ([raised(batch=None)] * 3, 3, [None, None, 4]),
     "another rank is lost": ([raised(is_lost=True)] * 4, 100, [None] * 4),
-    **{f"stopped with {code}": ([EndedStart(exit_codes=(code, code))], 100, [code]) for code in (74, 75, 76, 129, 143)},
     "stopped, and failed": ([EndedStart(exit_codes=(143, 1)), EndedStart(exit_codes=(-9, 143))], 100, [None, None]),
+    "stopped": ([EndedStart(exit_codes=(143, 143))], 100, [143]),
+    **{f"stopped with {code}": ([EndedStart(exit_codes=(code, code))], 100, [code]) for code in (74, 75, 76)},
 }
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_run_is_given_up_or_started_again(case: str, snapshot: SnapshotAssertion) -> None:
-    """Starts without a new autosave, and the same exception, count; a stop on request ends the run with its code."""
+def test_a_run_is_given_up_or_started_again(
+    case: str, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    """Starts without a new autosave, and the same exception, count; a stop on request ends the run with its code.
+
+    The message has the line that leaves the batch out, next to those that are left out already; not for an evaluation.
+    """
+    monkeypatch.setenv("PL_FAULT_TOLERANT_SKIP_BATCHES", "0:2")
     starts, max_restarts, codes = ENDS[case]
     found = verdicts(*starts, max_restarts=max_restarts)
     assert [verdict.exit_code for verdict in found] == codes
@@ -98,89 +100,47 @@ def test_starts_wait_longer_until_there_is_progress() -> None:
     assert [verdict.wait_seconds for verdict in verdicts(*ended)] == [1, 1, 1, 1]
 
 
-def test_the_message_has_the_line_that_leaves_the_batch_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It adds to the batches that are left out already. A batch of an evaluation can't be left out."""
-    monkeypatch.setenv("PL_FAULT_TOLERANT_SKIP_BATCHES", "0:2")
-    policy = RestartPolicy(100, command="lightning-faulttolerant run -- python train.py")
-    text = [policy.judge(raised()) for _ in range(3)][-1].text
-    line = "lightning-faulttolerant run --skip 0:2 --skip 1:5 -- python train.py"
-    assert text.endswith(f"To continue without this batch, type: {line}")
-    assert "--skip" not in verdicts(*[raised(evaluated=3)] * 3)[-1].text
-
-
-@pytest.mark.parametrize(
-    ("codes", "expected"), [((143, 143), 143), ((143, 74, 76), 74), ((75, 76), 76), ((75, None), 75), ((), 143)]
-)
-def test_a_stopped_run_says_what_its_processes_say(codes: tuple[int | None, ...], expected: int) -> None:
+def test_a_stopped_run_says_what_its_processes_say() -> None:
     """A state that could not be saved, and a job that is queued again, are more than the signal."""
-    assert stop_code(codes, signum=15) == expected
+    codes: dict[tuple[int | None, ...], int] = {
+        (143, 143): 143,
+        (143, 74, 76): 74,
+        (75, 76): 76,
+        (75, None): 75,
+        (): 143,
+    }
+    assert {each: stop_code(each, signum=15) for each in codes} == codes
 
 
 # Processes.
 
 
-def forked(directory: Path | None, section: int, *, sleeps: bool) -> int:
-    """Start a process that sleeps or ends in a section with a limit of a tenth of a second; return its id."""
-    process_id = os.fork()
-    if not process_id:
-        if directory is not None:
-            heartbeat = Heartbeat(directory)
-            heartbeat.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
-            heartbeat.begin(section)
-        if sleeps:
-            time.sleep(60)
-        os._exit(0)
-    if not sleeps:
-        os.waitpid(process_id, 0)
-    return process_id
-
-
-def test_a_hung_process_is_killed_before_its_report_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report goes into a directory that may hang itself."""
-    supervisor = Supervisor(RestartPolicy(5))
-    process_id = forked(supervisor.directory, SAVE, sleeps=True)
-    found: list[bool] = []
-
-    def write(text: str, directory: str) -> str:
-        os.waitpid(process_id, 0)  # or this test would hang
-        found.append("rank 0 has been in the section save" in text)
-        return ""
-
-    monkeypatch.setattr(supervisor_module, "write_hang_report", write)
-    while not found:
-        supervisor.look()
-        time.sleep(0.05)
-    supervisor.close()
-    assert found == [True]
-    assert not supervisor.directory.exists()
-
-
-def test_processes_are_killed_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MacOS has no ``/proc``, so no state is known."""
-    monkeypatch.setattr(supervisor_module, "parents_and_states", lambda: ({}, {}))
-    process_id = forked(None, SAVE, sleeps=True)
-    kill({process_id})
-    os.waitpid(process_id, 0)
-    assert not is_running(process_id)
-
-
-def test_each_start_forgets_what_the_one_before_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that comes without a failure, when a machine joins; files that vanish meanwhile are no failure."""
+def test_each_start_forgets_what_the_one_before_has_told() -> None:
+    """Also one that comes without a failure, when a machine joins; the autosave before it counts as progress."""
     supervisor = Supervisor(RestartPolicy(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", lambda path: iter([path / "gone"]))
-        supervisor.begin_start()
+    supervisor.begin_start()
     supervisor.after_failure([1])
     supervisor.begin_start()
     Heartbeat(supervisor.directory).note_saved((1, 0, 5, 0))
-    failure = TrainingFailure(kind="ValueError", text="boom", function="fit", epoch=0, batch=5, time=1.0)
-    write_failure(supervisor.directory, failure)
+    write_failure(supervisor.directory, FAILURE)
     supervisor.begin_start()
     assert read_failures(supervisor.directory) == []
-    supervisor.after_failure([1])  # the autosave before it counts as progress
+    supervisor.after_failure([1])
     with pytest.raises(SupervisionEnded):
         supervisor.after_failure([1])
     supervisor.close()
+
+
+def ended_in(directory: Path, section: int) -> int:
+    """Start a process that ends in a section, and return its id."""
+    process_id = os.fork()
+    if not process_id:
+        heartbeat = Heartbeat(directory)
+        heartbeat.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
+        heartbeat.begin(section)
+        os._exit(0)
+    os.waitpid(process_id, 0)
+    return process_id
 
 
 @pytest.mark.parametrize(("section", "is_cut"), [(TRAINING_BATCH, True), (OUTSIDE, False)])
@@ -188,7 +148,7 @@ def test_a_process_that_ends_with_0_in_a_fit_is_no_success(section: int, is_cut:
     """Nor does a fit of another process say anything about those that were started."""
     supervisor = Supervisor(RestartPolicy(5))
     supervisor.begin_start()
-    started, other = (forked(supervisor.directory, each, sleeps=False) for each in (section, TRAINING_BATCH))
+    started, other = (ended_in(supervisor.directory, each) for each in (section, TRAINING_BATCH))
     for ids, expected in (([started], is_cut), ([other], True), ([], False)):
         supervisor.note_started(ids)
         assert supervisor.is_cut() == expected

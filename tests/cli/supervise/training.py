@@ -1,67 +1,141 @@
-"""A script that a supervised run starts: it knows nothing of supervision, and fails in the way that it is told to."""
+"""A script that a supervised run starts. It knows nothing of supervision; a fault comes where its arguments say."""
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import json
 import os
 import random
-import signal
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from tests.data_sets import NoisyDataset
+from tests.cli.supervise.fault_kinds import KINDS
+from tests.cli.supervise.own_mounts import join_mounts_of
+from tests.faulty_files import FaultyFiles
+from tests.scripts import tell
 
-NUM_EPOCHS, NUM_BATCHES = 2, 8
-_LONG_SECONDS = 600
-
-
-def _raise() -> None:
-    raise ValueError("this batch can't be trained")
-
-
-def _hold_the_interpreter() -> None:
-    while True:  # a signal interrupts the sleep
-        ctypes.PyDLL(None).sleep(_LONG_SECONDS)  # PyDLL keeps the GIL
-
-
-FLAWS = {
-    "exception": _raise,
-    "os._exit": lambda: os._exit(9),
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "sleep": lambda: time.sleep(_LONG_SECONDS),
-    "GIL": _hold_the_interpreter,
+NUM_EPOCHS, NUM_BATCHES, NUM_EVALUATED = 2, 5, 2
+WRITE, BATCH = "write", "on_train_batch_start"
+"""The first is no hook: a step in the directory of the autosaves, such as a write or a rename."""
+HOOKS = {
+    "setup": {"setup": 1, "on_fit_start": 1, "on_train_start": 1},
+    "training": dict.fromkeys(
+        (BATCH, "on_before_backward", "on_after_backward", "on_train_batch_end"), NUM_EPOCHS * NUM_BATCHES
+    ),
+    "saving": {"on_save_checkpoint": 8, WRITE: 80},
+    "validation": dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), NUM_EPOCHS * NUM_EVALUATED)
+    | {"on_validation_epoch_end": NUM_EPOCHS},
+    "teardown": {"on_train_end": 1, "on_fit_end": 1, "teardown": 1},
 }
+"""The hooks of each moment, with how often they are called at least, in a run with an autosave every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The arguments of the script: a kind of fault, at which call of which hook, from 0, and on which rank.
+
+    It comes once in all starts of the script, or always at one step, or (wandering) once at each step from there on.
+    """
+
+    num_workers: int = 0
+    kind: str = ""
+    hook: str = BATCH
+    number: int = 3
+    rank: int = 0
+    how: str = "once"
+    seed: int = 0
+    has_mounts: bool = False
+    seconds: float = 0
+    """How long each batch takes."""
+
+
+class Strike(Callback):
+    """Causes the fault."""
+
+    def __init__(self, plan: Plan, directory: Path) -> None:
+        self.plan, self.directory = plan, directory
+        self.files: FaultyFiles | None = None
+        self.counter = Counter()
+
+    def come(self, hook: str, trainer: Trainer, *_: object) -> None:
+        """Note that a hook is called."""
+        plan, struck = self.plan, self.directory / "struck"
+        if hook == BATCH:
+            tell(self.directory, "steps", [os.getpid(), trainer.global_step])
+            time.sleep(plan.seconds)
+        if not plan.kind or (hook, trainer.global_rank) != (plan.hook, plan.rank):
+            return
+        if plan.how == "once":
+            has_come = not struck.exists() and self.counter.up() > plan.number
+        elif plan.how == "always":
+            has_come = trainer.global_step == plan.number
+        else:
+            struck = self.directory / f"struck-{trainer.global_step}"
+            has_come = trainer.global_step >= plan.number and not struck.exists()
+        if has_come:
+            struck.touch()
+            if KINDS[plan.kind].cause(self.directory, plan.seed) is False:
+                struck.unlink()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.plan.hook == WRITE and trainer.global_rank == self.plan.rank:
+
+            def write(step: object, carry_out: Callable[..., Any]) -> Any:
+                self.come(WRITE, trainer)
+                return carry_out()
+
+            self.files = FaultyFiles(self.directory / "autosaves", write)
+            self.files.__enter__()
+        self.come("setup", trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.come("teardown", trainer)
+        if self.files is not None:
+            self.files.__exit__()
+
+
+class Counter:
+    """Counts calls; it is no state of the run."""
+
+    def __init__(self) -> None:
+        self._number, self._lock = 0, threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Counter], tuple[()]]:
+        return Counter, ()
+
+    def up(self) -> int:
+        """Return the number of calls so far."""
+        with self._lock:
+            self._number += 1
+            return self._number
+
+
+for _name in {name for names in HOOKS.values() for name in names} - {"setup", "teardown", WRITE}:
+    setattr(Strike, _name, lambda self, trainer, *_, name=_name, **__: self.come(name, trainer))
 
 
 class Net(LightningModule):
-    """A small model with dropout, whose step may have a flaw.
+    """A small model with dropout."""
 
-    Args:
-        arguments: The arguments of the script.
-    """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.arguments = arguments
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        _record(self.arguments.directory, "steps", [os.getpid(), self.global_step])
-        if self.global_rank == self.arguments.rank:
-            strike(self.arguments, self.global_step)
-        return self.net(batch).square().mean()
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.net(batch).mean(), sync_dist=True)
@@ -70,73 +144,41 @@ class Net(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-class StuckDataset(NoisyDataset):
-    """A sample blocks its worker, as a lock does that was held when the worker was forked.
+class StuckDataset(Dataset[Tensor]):
+    """Samples with noise. It blocks a worker once if a file asks for it, as a lock that was held at its fork does."""
 
-    Args:
-        arguments: The arguments of the script.
-    """
+    def __init__(self, length: int, directory: Path) -> None:
+        self.length, self.directory = length, directory
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        super().__init__(4 * NUM_BATCHES)
-        self.arguments = arguments
+    def __len__(self) -> int:
+        return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        worker = get_worker_info()
-        if worker is not None and worker.id == 1 and index % 3 == 0 and first_time(self.arguments.directory):
-            lock = threading.Lock()
-            lock.acquire()
-            lock.acquire()
-        return super().__getitem__(index)
-
-
-def strike(arguments: argparse.Namespace, step: int) -> None:
-    """Fail at this step, if that is asked for: always, once, or each time one step later."""
-    if arguments.flaw == "short sleep":
-        time.sleep(0.1)
-    if arguments.flaw not in FLAWS or step < arguments.at:
-        return
-    if arguments.how == "always" and step > arguments.at:
-        return
-    if arguments.how == "once" and not first_time(arguments.directory):
-        return
-    if arguments.how == "wandering" and not first_time(arguments.directory, f"struck-{step}"):
-        return
-    FLAWS[arguments.flaw]()
-
-
-def first_time(directory: Path, name: str = "struck") -> bool:
-    """Return whether this is called for the first time."""
-    try:
-        (directory / name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _record(directory: Path, name: str, value: Any) -> None:
-    with open(directory / f"{name}.jsonl", "a") as file:
-        file.write(json.dumps(value) + "\n")
+        if get_worker_info() is not None and (self.directory / "deadlock").exists():
+            with suppress(FileNotFoundError):
+                (self.directory / "deadlock").unlink()
+                lock = threading.Lock()
+                lock.acquire()
+                lock.acquire()
+        return torch.rand(4) + index + random.random() + float(np.random.rand())
 
 
 def main() -> None:
     """Train, and write down the final weights."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--flaw", default="")
-    parser.add_argument("--how", default="once")
-    parser.add_argument("--at", type=int, default=5)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=0)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    if arguments.flaw == "import error":
+    directory, plan = Path(sys.argv[1]), Plan(**json.loads(sys.argv[2]))
+    if plan.kind == "import error":
         raise ImportError("no such module")
+    if plan.has_mounts:
+        join_mounts_of(os.getppid())
+    warnings.simplefilter("ignore")
     random.seed(1), np.random.seed(1), torch.manual_seed(1), torch.set_num_threads(1)
+    (directory / "autosaves").mkdir(exist_ok=True)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    stuck = arguments.flaw == "worker"
-    dataset = StuckDataset(arguments) if stuck else NoisyDataset(4 * NUM_BATCHES)
-    loader = DataLoader(dataset, batch_size=4 // num_ranks, shuffle=True, num_workers=arguments.workers)
+
+    def loader(num_batches: int, **more: Any) -> DataLoader[Tensor]:
+        data = StuckDataset(4 * num_batches, directory)
+        return DataLoader(data, batch_size=4 // num_ranks, num_workers=plan.num_workers, **more)
+
     trainer = Trainer(
         max_epochs=NUM_EPOCHS,
         accelerator="cpu",
@@ -147,13 +189,14 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        default_root_dir=arguments.directory,
+        default_root_dir=directory,
+        callbacks=[Strike(plan, directory)],
     )
-    net = Net(arguments)
-    trainer.fit(net, loader, DataLoader(NoisyDataset(8), batch_size=4))
+    net = Net()
+    trainer.fit(net, loader(NUM_BATCHES, shuffle=True), loader(NUM_EVALUATED))
     if trainer.global_rank == 0:
-        _record(arguments.directory, "weights", [p.tolist() for p in net.parameters()])
-        _record(arguments.directory, "environment", {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")})
+        tell(directory, "weights", [p.tolist() for p in net.parameters()])
+        tell(directory, "environment", [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")])
 
 
 if __name__ == "__main__":

@@ -34,24 +34,13 @@ trainer = pl.Trainer(
     accelerator="cpu",
     gradient_clip_val=0.1,
     limit_train_batches=8,
-    callbacks=[
-        LearningRateMonitor(),
-        EarlyStopping(monitor="val_loss", min_delta=1e-4, patience=1, verbose=False, mode="min"),
-    ],
+    callbacks=[LearningRateMonitor(), EarlyStopping(monitor="val_loss", min_delta=1e-4, patience=1, mode="min")],
     logger=TensorBoardLogger("lightning_logs"),
     enable_progress_bar=False,
 )
-tft = TemporalFusionTransformer.from_dataset(
-    training,
-    hidden_size=8,
-    attention_head_size=1,
-    dropout=0.1,
-    hidden_continuous_size=8,
-    loss=QuantileLoss(),
-    log_interval=2,
-    learning_rate=0.03,
-    reduce_on_plateau_patience=4,
-)
+sizes = {"hidden_size": 8, "attention_head_size": 1, "hidden_continuous_size": 8, "dropout": 0.1}
+rates = {"log_interval": 2, "learning_rate": 0.03, "reduce_on_plateau_patience": 4}
+tft = TemporalFusionTransformer.from_dataset(training, loss=QuantileLoss(), **sizes, **rates)
 trainer.fit(tft, train_dataloaders=train_dataloader, val_dataloaders=val_dataloader)
 
 best = TemporalFusionTransformer.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, weights_only=False)

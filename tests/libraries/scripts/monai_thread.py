@@ -6,38 +6,15 @@ import torch
 from monai.data import CacheDataset, ThreadDataLoader
 from monai.transforms import Compose, EnsureChannelFirst, RandFlip, RandGaussianNoise, ScaleIntensity
 from sklearn.datasets import load_digits
-
-
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = monai.networks.nets.Regressor(in_shape=(1, 8, 8), out_shape=(1,), channels=(4, 8), strides=(2, 2))
-
-    def training_step(self, batch, batch_idx):
-        loss = (self.net(batch) ** 2).mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
+from small_training import mean_square, train
 
 if __name__ == "__main__":
     pl.seed_everything(0)
     monai.utils.set_determinism(seed=0)
     images = [torch.tensor(image, dtype=torch.float32) for image in load_digits().images[:40]]
-    transform = Compose(
-        [
-            EnsureChannelFirst(channel_dim="no_channel"),
-            ScaleIntensity(),
-            RandFlip(prob=0.5),
-            RandGaussianNoise(prob=0.5),
-        ]
-    )
+    channel = EnsureChannelFirst(channel_dim="no_channel")
+    transform = Compose([channel, ScaleIntensity(), RandFlip(prob=0.5), RandGaussianNoise(prob=0.5)])
     dataset = CacheDataset(images, transform, progress=False)
     loader = ThreadDataLoader(dataset, batch_size=4, shuffle=True, num_workers=1, buffer_size=2)
-    model = Net()
-    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", enable_progress_bar=False, logger=False)
-    trainer.fit(model, loader)
-    print("loss", trainer.callback_metrics["train_loss"].item())
-    print("weights", sum(p.double().sum() for p in model.parameters()).item())
+    net = monai.networks.nets.Regressor(in_shape=(1, 8, 8), out_shape=(1,), channels=(4, 8), strides=(2, 2))
+    train(net, mean_square, loader)

@@ -28,37 +28,28 @@ def graph(n: int) -> Data:
 
 
 class Model(pl.LightningModule):
-    def __init__(
-        self, in_channels: int, out_channels: int, hidden_channels: int = 64, num_layers: int = 3, dropout: float = 0.5
-    ):
+    def __init__(self, in_channels: int, out_channels: int, hidden_channels: int = 64, dropout: float = 0.5):
         super().__init__()
-        self.gnn = GIN(in_channels, hidden_channels, num_layers, dropout=dropout, jk="cat")
+        self.gnn = GIN(in_channels, hidden_channels, 3, dropout=dropout, jk="cat")
         self.classifier = MLP([hidden_channels, hidden_channels, out_channels], norm="batch_norm", dropout=dropout)
-        self.train_acc = Accuracy(task="multiclass", num_classes=out_channels)
-        self.val_acc = Accuracy(task="multiclass", num_classes=out_channels)
-        self.test_acc = Accuracy(task="multiclass", num_classes=out_channels)
+        for stage in ("train", "val", "test"):
+            setattr(self, f"{stage}_acc", Accuracy(task="multiclass", num_classes=out_channels))
 
-    def forward(self, x, edge_index, batch):
-        x = self.gnn(x, edge_index)
-        x = global_add_pool(x, batch)
-        return self.classifier(x)
+    def step(self, stage, data):
+        y_hat = self.classifier(global_add_pool(self.gnn(data.x, data.edge_index), data.batch))
+        accuracy = getattr(self, f"{stage}_acc")
+        accuracy(y_hat.softmax(dim=-1), data.y)
+        self.log(f"{stage}_acc", accuracy, prog_bar=True, on_step=False, on_epoch=True, batch_size=len(data))
+        return torch.nn.functional.cross_entropy(y_hat, data.y)
 
     def training_step(self, data, batch_idx):
-        y_hat = self(data.x, data.edge_index, data.batch)
-        loss = torch.nn.functional.cross_entropy(y_hat, data.y)
-        self.train_acc(y_hat.softmax(dim=-1), data.y)
-        self.log("train_acc", self.train_acc, prog_bar=True, on_step=False, on_epoch=True)
-        return loss
+        return self.step("train", data)
 
     def validation_step(self, data, batch_idx):
-        y_hat = self(data.x, data.edge_index, data.batch)
-        self.val_acc(y_hat.softmax(dim=-1), data.y)
-        self.log("val_acc", self.val_acc, prog_bar=True, on_step=False, on_epoch=True, batch_size=len(data))
+        self.step("val", data)
 
     def test_step(self, data, batch_idx):
-        y_hat = self(data.x, data.edge_index, data.batch)
-        self.test_acc(y_hat.softmax(dim=-1), data.y)
-        self.log("test_acc", self.test_acc, prog_bar=True, on_step=False, on_epoch=True, batch_size=len(data))
+        self.step("test", data)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -73,14 +64,8 @@ if __name__ == "__main__":
     datamodule = LightningDataset(train_dataset, val_dataset, test_dataset, batch_size=16, num_workers=2)
     model = Model(dataset.num_node_features, dataset.num_classes)
     checkpoint = pl.callbacks.ModelCheckpoint(monitor="val_acc", save_top_k=1, mode="max")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        log_every_n_steps=5,
-        callbacks=[checkpoint],
-        enable_progress_bar=False,
-        logger=False,
-    )
+    own = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
+    trainer = pl.Trainer(max_epochs=3, log_every_n_steps=5, callbacks=[checkpoint], **own)
     trainer.fit(model, datamodule)
     [metrics] = trainer.test(model, datamodule=datamodule)
     print("metrics", metrics)

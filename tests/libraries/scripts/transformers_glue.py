@@ -9,7 +9,7 @@ from transformers import (
     BertForSequenceClassification,
     BertTokenizerFast,
     DataCollatorWithPadding,
-    get_linear_schedule_with_warmup,
+    get_linear_schedule_with_warmup as linear_schedule,
 )
 
 
@@ -42,15 +42,8 @@ class GLUETransformer(pl.LightningModule):
     def __init__(self, learning_rate=2e-4, warmup_steps=4):
         super().__init__()
         self.save_hyperparameters()
-        config = BertConfig(
-            vocab_size=60,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            num_labels=2,
-        )
-        self.model = BertForSequenceClassification(config)
+        sizes = {"vocab_size": 60, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+        self.model = BertForSequenceClassification(BertConfig(num_hidden_layers=2, num_labels=2, **sizes))
         self.validation_step_outputs = []
 
     def training_step(self, batch, batch_idx):
@@ -69,9 +62,7 @@ class GLUETransformer(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.learning_rate)
-        scheduler = get_linear_schedule_with_warmup(
-            optimizer, self.hparams.warmup_steps, self.trainer.estimated_stepping_batches
-        )
+        scheduler = linear_schedule(optimizer, self.hparams.warmup_steps, self.trainer.estimated_stepping_batches)
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 1}]
 
 

@@ -4,21 +4,7 @@ import lightning.pytorch as pl
 import torch
 import webdataset as wds
 from sklearn.datasets import load_digits
-
-
-class Classifier(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 10))
-
-    def training_step(self, batch, batch_idx):
-        images, targets = batch
-        loss = torch.nn.functional.cross_entropy(self.model(images.float()), targets)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
+from small_training import train
 
 
 def write_shards():
@@ -29,20 +15,17 @@ def write_shards():
             sink.write({"__key__": f"{index:06d}", "image.pth": image, "cls": int(digits.target[index])})
 
 
+def loss(net, batch):
+    images, labels = batch
+    return torch.nn.functional.cross_entropy(net(images.float()), labels)
+
+
 if __name__ == "__main__":
     pl.seed_everything(0)
     write_shards()
-    dataset = (
-        wds.WebDataset("digits-{000000..000003}.tar", shardshuffle=4, seed=0)
-        .shuffle(20, seed=0)
-        .decode()
-        .to_tuple("image.pth", "cls")
-        .batched(8)
-    )
+    dataset = wds.WebDataset("digits-{000000..000003}.tar", shardshuffle=4, seed=0).shuffle(20, seed=0)
+    dataset = dataset.decode().to_tuple("image.pth", "cls").batched(8)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
     loader = loader.unbatched().shuffle(20, seed=0).batched(8).with_epoch(10)
-    model = Classifier()
-    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", enable_progress_bar=False, logger=False)
-    trainer.fit(model, loader)
-    print("loss", trainer.callback_metrics["train_loss"].item())
-    print("weights", sum(p.double().sum() for p in model.parameters()).item())
+    net = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 10))
+    train(net, loss, loader)

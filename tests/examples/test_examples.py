@@ -1,0 +1,166 @@
+"""The examples do what their first lines say: killed and run again, they end as a run that nothing has interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.trained import TORCHRUN, start
+from tests.example_runs import EXAMPLES, assert_ends_the_same, example
+from tests.groups import run_group
+
+WITH_A_TRAINER: dict[str, dict[str, Any]] = {
+    "minimal.py": {"line": "digest ", "signum": signal.SIGINT},
+    "iterable/train.py": {"line": "digest ", "signum": signal.SIGINT},
+    "lightning_cli/train.py": {"line": "weights ", "signum": signal.SIGTERM},
+    "streaming/train.py": {"line": "weights "},
+}
+CONFIGURED = (
+    "fit",
+    f"--config={EXAMPLES / 'lightning_cli' / 'config.yaml'}",
+    "--trainer.max_epochs=12",
+    "--trainer.enable_progress_bar=false",
+    # As the last of its kind, the callback of the configuration gets the argument.
+    "--trainer.callbacks.train_time_interval=0:00:00.1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+@pytest.mark.parametrize("name", WITH_A_TRAINER)
+def test_an_example_with_a_trainer(name: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, continued, stopped by a signal, and continued again, the weights are the uninterrupted run's."""
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+    def run(directory: Path) -> Callable[[], None]:
+        if name.startswith("lightning_cli"):
+            return example(name, directory, *CONFIGURED, num_epochs=None)
+        if name.startswith("streaming"):  # it writes the bucket once, and continues in the middle of an epoch
+            return example(name, directory, f"{s3}/{directory.name}", num_epochs=3)
+        return example(name, directory)
+
+    assert_ends_the_same(run, tmp_path, **WITH_A_TRAINER[name])
+
+
+def die_when(has_come: Callable[[], object]) -> None:
+    """Kill this process at a moment."""
+
+    def watch() -> None:
+        while not has_come():
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def run_ranks(num_ranks: int, directory: Path, main: Callable[[], Any], dies: Callable[[], object] | None) -> str:
+    """Run an example on ranks of which each may die at a moment, and return its output."""
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        os.chdir(directory)
+        if dies is not None:
+            die_when(dies)
+        main()
+
+    codes, output = run_group(run, num_ranks=num_ranks, directory=directory.parent)
+    assert (set(codes) == {0}) == (dies is None), output
+    return output
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("plain_loop", 1), *(pytest.param("fabric", number, marks=pytest.mark.slow) for number in (1, 2))],
+)
+def test_an_example_without_a_trainer(name: str, num_ranks: int, tmp_path: Path) -> None:
+    """After a kill of all ranks and a restart, the last line with the weights' sum is the uninterrupted run's."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    saved: set[object] = set()
+
+    def has_saved() -> bool:
+        with suppress(FileNotFoundError):
+            saved.update({path.name for path in cut.glob("checkpoints/*_checkpoint_*") if path.name[-1].isdigit()})
+            saved.update({path.stat().st_mtime_ns for path in cut.glob("checkpoint.pt")})
+        return len(saved) > 3
+
+    def main() -> None:
+        sys.argv = ["train.py", *([] if num_ranks == 1 else [str(num_ranks)])]
+        runpy.run_path(str(EXAMPLES / name / "train.py"), run_name="__main__")
+
+    whole.mkdir(), cut.mkdir()
+    expected = run_ranks(num_ranks, whole, main, None)
+    run_ranks(num_ranks, cut, main, has_saved)
+    last = run_ranks(num_ranks, cut, main, None)
+    assert "Resumed after step" in last
+    assert re.findall("^done: .*", last, re.MULTILINE) == re.findall("^done: .*", expected, re.MULTILINE) != []
+
+
+@pytest.mark.slow
+def test_the_elastic_example(tmp_path: Path) -> None:
+    """With two ranks, one, and two again, killed in the middle of two epochs, each epoch uses each image once."""
+    run = tmp_path / "run"
+    run.mkdir()
+    outputs = []
+    for num_ranks, name in ((2, "epoch=0-batch=40"), (1, "epoch=1-batch=44"), (2, "")):
+        dies = (lambda name=name: list(run.rglob(f"autosave-*-{name}.ckpt"))) if name else None
+        outputs.append(run_ranks(num_ranks, run, example("elastic/train.py", run, num_epochs=3), dies))
+    assert ["Resumed" in output for output in outputs] == [False, True, True]
+    assert "before batch 0 of epoch 0" not in outputs[1]
+    assert "of epoch 1" in outputs[2]
+    ends = re.findall(r"^epoch (\d): (.*)$", "".join(outputs), flags=re.MULTILINE)
+    assert set(ends) == {(str(epoch), "1792 images, each once: True") for epoch in range(3)}
+
+
+def done(where: Path, *words: str) -> str:
+    """Run a Python command to its end, and return its output."""
+    where.mkdir(exist_ok=True)
+    ended = start(where, *words)
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+@pytest.mark.slow
+def test_the_example_for_torchrun(tmp_path: Path) -> None:
+    """Torchrun restarts all, they resume from one autosave, and the trained weights are the uninterrupted run's."""
+    words = (*TORCHRUN, "--max-restarts=3", str(EXAMPLES / "torchrun" / "train.py"))
+    outputs = [done(tmp_path / "whole", *words), done(tmp_path / "cut", *words, "--kill-rank", "0")]
+    assert outputs[1].count("Resumed exactly before batch 2 of epoch 2") == 1
+    found = [re.findall(r"^weights \w{16}$", output, flags=re.MULTILINE) for output in outputs]
+    assert found[0] == found[1] != []
+
+
+@pytest.mark.slow
+def test_the_story_of_the_guide_to_branches(tmp_path: Path) -> None:
+    """A NaN is found with three commands, and a branch trains without it, with the numbers of the page."""
+    pytest.importorskip("sklearn")
+    page = (EXAMPLES.parent / "docs" / "guides" / "branches.md").read_text()
+    here = tmp_path / "here"
+    here.mkdir()
+    [script] = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)
+    (here / "train.py").write_text(script)
+    assert "loss nan" in done(here, "train.py")
+    for words, told in (
+        (("--from", "0", "--until", "60"), r"  (the first loss that is not finite: .*)"),
+        (("--until", "0:43", "--dump", "step"), r"    (input 0: 1 value is not finite, in row \d+ \(sample \d+\))"),
+    ):
+        [said] = re.findall(told, page)
+        assert said in done(here, "-m", "lightning_faulttolerant", "replay", *words, "--", sys.executable, "train.py")
+    (here / "train.py").write_text(script.replace('= float("nan")  # the mistake', "= 0.0"))
+    [options] = re.findall(r"^lightning-faulttolerant (run .* --) python train.py", page, re.MULTILINE)
+    branch = done(here, "-m", "lightning_faulttolerant", *options.split(), sys.executable, "train.py")
+    assert "This run is a branch of" in branch
+    assert branch.count("is left out, as") == 1
+    assert float(re.findall(r"^loss (.*)$", branch, re.MULTILINE)[0]) < 2
