@@ -30,7 +30,7 @@ class Ended:
 
 def start(where: Path, *words: str, forks: bool = True, **variables: str) -> Ended:
     """Run a Python command in a directory, forked unless `forks` is false; its output is written beside it."""
-    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM")
+    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM", "RULE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(where), **variables}
     command = [sys.executable, *words]

@@ -123,7 +123,11 @@ def main() -> None:
         else:
             if not options.bare:
                 os.environ["PL_FAULT_TOLERANT_LEDGER"] = f"{here}/ledger.jsonl"
-            ours = [] if options.bare else [FaultTolerance(keep_last=1), FlightRecorder(None, keep_every=3)]
+            ours = (
+                []
+                if options.bare
+                else [FaultTolerance(keep_last=1), FlightRecorder(os.environ.get("RULE"), keep_every=3)]
+            )
             saving = [ModelCheckpoint(f"{checkpoints}/{number}", save_last="link"), OnExceptionCheckpoint(checkpoints)]
             callbacks = [*ours, *saving, Notes()]
             more = {"logger": [CSVLogger(here, name="csv", version=number), OwnLogger(f"{here}/own-{number}.json")]}

@@ -197,7 +197,7 @@ def test_two_ranks_are_replayed(tmp_path: Path, launcher: tuple[str, ...]) -> No
 @pytest.mark.parametrize("arguments", [("--spoilt", "--workers=2"), ("--raises-at=12",)], ids=" ".join)
 def test_the_line_of_an_incident_replays_its_step(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """The line of the message replays the step from its file, and equals the ledger of the run, or raises again."""
-    ended = train(tmp_path, *arguments, PL_FAULT_TOLERANT_OPTIONS="FlightRecorder.rule=nan")
+    ended = train(tmp_path, *arguments, RULE="nan")
     assert ended.exit_code == ("--raises-at=12" in arguments), ended.output
     [path] = tmp_path.rglob("incidents/*.json")
     incident = read_incident(path.read_text())
@@ -205,7 +205,7 @@ def test_the_line_of_an_incident_replays_its_step(tmp_path: Path, arguments: tup
     assert incident.replay in ended.output
     words = shlex.split(incident.replay)
     assert words[:2] == ["lightning-faulttolerant", "replay"]
-    found = replay(tmp_path, *words[2 : words.index("--")], arguments=arguments)
+    found = replay(tmp_path, *words[2 : words.index("--")], arguments=arguments, RULE="nan")
     assert f"from step {incident.step} ({tmp_path}" in found.lines()[0]
     assert found.lines()[0].endswith(f"incidents/{incident.checkpoint})")
     if ended.exit_code:
