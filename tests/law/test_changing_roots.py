@@ -24,7 +24,7 @@ from tests.model_checkpoints import known
 from tests.processes import run
 from tests.rank_runs import rank_fit
 from tests.runs import fit_eight
-from tests.stopped_ranks import RankProcesses
+from tests.trainer.ranks.stopped_ranks import RankProcesses
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),

@@ -69,6 +69,11 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
+def in_order(state: Any) -> Any:
+    """Return the state of an optimizer with the keys of its dictionaries in order: that of FSDP1's may differ."""
+    return {key: in_order(state[key]) for key in sorted(state, key=repr)} if isinstance(state, dict) else state
+
+
 def write(path: Path, kind: str, **content: Any) -> None:
     """Append one event to a file."""
     os.write(opened(path), json.dumps({"kind": kind, **content}).encode() + b"\n")
@@ -102,7 +107,7 @@ class Events(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        optimizers = [in_order(optimizer.state_dict()) for optimizer in trainer.optimizers]
         self.write(
             "trained", trainer, batch=batch_idx, result=digest(outputs), **shown(trainer),
             weights=digest(dict(module.state_dict())), optimizers=digest(optimizers), random=random_states(),
@@ -138,7 +143,7 @@ def random_states() -> str:
 
 def write_end(path: Path, trainer: Trainer, returned: Any) -> None:
     """Write the event of the end of a run: all that is left of it."""
-    module, optimizers = trainer.lightning_module, [optimizer.state_dict() for optimizer in trainer.optimizers]
+    module, optimizers = trainer.lightning_module, [in_order(each.state_dict()) for each in trainer.optimizers]
     modes = [each.training for each in module.modules()]
     frozen = [parameter.requires_grad for parameter in module.parameters()]
     write(

@@ -16,11 +16,12 @@ from syrupy.assertion import SnapshotAssertion
 
 from tests.laws.events import Broken, Event, slice_of
 from tests.laws.groups import check, groups_of, seed
+from tests.laws.ranks import FOR_RANKS, batches
 from tests.laws.rows import Group, Net, Row
 from tests.laws.runs import Training, whole_run
 from tests.messages import plain
 
-pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from")
+pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The dirpath has changed from")]
 
 Call = tuple[str, int, int | None]
 LAST = -1
@@ -76,25 +77,29 @@ class LastOfAll(Checkpoint):
     """Lightning calls it after all other callbacks."""
 
 
-def assert_continues_from(group: Group, calls: list[Call], kind: type[Callback] = Callback) -> None:
+def assert_continues_from(
+    group: Group, calls: list[Call], kind: type[Callback] = Callback, *, num_ranks: int = 1
+) -> None:
     """Check that a run from each of these calls' files does what the whole run does from there on."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        [whole] = whole_run(group, root)
-        saving = Training(group=group, root=root / "saving", more=lambda: [saves(root, kind=kind)])
-        if saving.start(overhead_budget=1.0, every_n_train_steps=1000).codes != [0]:
+        wholes = whole_run(group, root, num_ranks=num_ranks)
+        ranks: dict[str, Any] = {"group": group, "num_ranks": num_ranks}
+        saving = Training(root=root / "saving", more=lambda: [saves(root, kind=kind)], **ranks)
+        if any(saving.start(overhead_budget=1.0, every_n_train_steps=1000).codes):
             raise Broken(saving.starts[0].output)
-        [events] = saving.starts[0].events
-        assert slice_of(whole, events, whole_name="the whole run", part_name="the run that saves") == (0, len(whole))
+        for whole, events in zip(wholes, saving.starts[0].events, strict=True):
+            slices = slice_of(whole, events, whole_name="the whole run", part_name="the run that saves")
+            assert slices == (0, len(whole))
         for call in calls:
             path = file_of(root, call)
-            resumed = Training(group=group, root=root / path.stem, ckpt_path=path)
-            [found] = resumed.finished().events
-            begin, end = slice_of(whole, found, whole_name="the whole run", part_name=f"the run from {path.name}")
-            expected = begin_of(whole, call)
-            again = begin_of(whole, ("on_validation_start", call[1], None)) if "validation" in call[0] else expected
-            if end != len(whole) or begin not in (expected, again):  # the whole validation run is done again
-                raise Broken(f"The run from {path.name} has events {begin} to {end}, not from {expected} on.")
+            resumed = Training(root=root / path.stem, ckpt_path=path, **ranks).finished()
+            for whole, found in zip(wholes, resumed.events, strict=True):
+                begin, end = slice_of(whole, found, whole_name="the whole run", part_name=f"the run from {path.name}")
+                expected = begin_of(whole, call)
+                again = begin_of(whole, ("on_validation_start", call[1], None)) if "validation" in call[0] else expected
+                if end != len(whole) or begin not in (expected, again):  # the whole validation run is done again
+                    raise Broken(f"The run from {path.name} has events {begin} to {end}, not from {expected} on.")
 
 
 def begin_of(whole: list[Event], call: Call) -> int:
@@ -140,6 +145,28 @@ def test_saved_in_each_hook(kind: type[Callback], calls: list[Call]) -> None:
     """In a plain training, each of the hooks may save, whether Lightning calls it in order or after all others."""
     enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
     assert_continues_from(Group(rows=(enabled,)), list(calls), kind)
+
+
+class Apart(Net):
+    """Draws and counts more on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drawn = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_drawn += len(torch.randn(1 + self.global_rank))
+        self.log("drawn", float(self.num_drawn))
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.num_drawn)
+
+
+OF_RANKS = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_validation_batch_end", 0, 1)]
+
+
+@pytest.mark.slow
+def test_saved_in_a_hook_on_ranks() -> None:
+    """From a checkpoint that a hook of both ranks saves, each continues with its own state."""
+    assert_continues_from(Group(rows=(Row(name="apart", module=Apart), batches())), OF_RANKS, num_ranks=2)
 
 
 class Teacher(Net):

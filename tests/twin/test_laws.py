@@ -32,8 +32,8 @@ SLOW = [
     "laws.test_files.test_start_from_its_own_file",
     "law.test_ledger.test_joined_ledgers_are_the_uninterrupted_one",
     "law.test_nothing_is_lost.test_run_that_a_killed_one_starts_from_keeps_its_files",
-    "law.test_ranks.test_two_ranks_continue",
-    "law.test_rank_stops.test_ranks_that_are_asked_to_stop_in_training",
+    "laws.test_ranks.test_ranks_continue",
+    "laws.test_ranks.test_stop_of_one_rank",
 ]
 _resume: Any = importlib.import_module(f"{PACKAGE}.laws.test_resume")
 

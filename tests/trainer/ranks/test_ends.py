@@ -19,7 +19,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer.ranks import watch
 from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks, rank_fit
-from tests.stopped_ranks import RankEnded, RankProcesses
+from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses
 
 BOUND = 2.0
 

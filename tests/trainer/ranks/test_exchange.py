@@ -24,8 +24,8 @@ from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, 
 from lightning_faulttolerant.trainer.ranks.connection import Hub, Spoke
 from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
 from lightning_faulttolerant.trainer.ranks.strategies import connect_all
-from tests.light_ranks import run_light
 from tests.ranks import on_ranks
+from tests.trainer.ranks.light_ranks import run_light
 
 
 def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer import signals as deadline_module
 from tests.rank_runs import for_ranks, rank_fit
 from tests.runs import fit_eight
-from tests.stopped_ranks import RankEnded, RankProcesses
+from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses
 
 pytestmark = [*for_ranks, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
 
