@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from tests.laws.cuts import Cut
 from tests.laws.ranks import FOR_RANKS, Apart, InShards, Slowly, batches, fsdp2
 from tests.laws.rows import Group, Net, Row, rows_of
 from tests.laws.runs import Training, assert_continues, whole_run
-from tests.laws.test_resume import resumes
 
 NUM_GPUS = torch.cuda.device_count()  # without a call into CUDA, after which a fork could not use it
 pytestmark = [
@@ -121,9 +121,11 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # from torch
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch:UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_resume_on_a_gpu(row: Row) -> None:
+def test_resume_on_a_gpu(row: Row, tmp_path: Path) -> None:
     """What a run has on a GPU continues."""
-    resumes(Group(rows=(ON_GPU, row)))
+    group = Group(rows=(ON_GPU, row))
+    cuts = [Cut(at=(0, 2)), Cut(at=(0, 5), hook="validation"), Cut(at=(1, 0), by=signal.SIGTERM), Cut(at=(1, 4))]
+    assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)
 
 
 STRATEGIES: dict[str, Any] = {
