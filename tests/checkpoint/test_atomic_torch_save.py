@@ -251,6 +251,20 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.ckpt"]
 
 
+def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
+    """The temporary file is beside the target, and created exclusively: a file of that name is another process's."""
+
+    def be_faster(step: Any, carry_out: Callable[[], object]) -> object:
+        step.path.write_bytes(b"somebody's")
+        return carry_out()
+
+    with FaultyFiles(tmp_path, be_faster, kind="open"), pytest.raises(FileExistsError):
+        atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
+    [taken] = tmp_path.iterdir()
+    assert taken.read_bytes() == b"somebody's"
+    assert taken.name.startswith(".a.ckpt.tmp-")
+
+
 def test_streaming_needs_no_second_copy_and_no_random_number(tmp_path: Path) -> None:
     """The object goes to the file as it is written, and saving does not change the training that saves."""
 

@@ -24,7 +24,7 @@ from lightning_faulttolerant.errors import (
     UnsafeCheckpointError,
 )
 from lightning_faulttolerant.storage.store import is_url, open_store
-from tests.checkpoint.writers import SHARD, load_objects, save_objects
+from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
 from tests.emulators import EMULATORS, WARNING
 from tests.faulty_files import FaultyFiles
 from tests.file_faults import lose
@@ -310,6 +310,20 @@ def test_kept_ones_are_not_pruned_and_outlive_the_run(series, save):
 
 
 # Sets of shards, while they are written.
+
+
+def test_set_that_is_dropped_or_failed_is_gone(anywhere):
+    """A dropped set is gone immediately, twice is no error; one without its metadata becomes no autosave."""
+    begun = begin_objects(anywhere, 1)
+    for _ in range(2):
+        anywhere.drop_directory(begun)
+    assert anywhere.store.tree() == []
+    begun = begin_objects(anywhere, 0)
+    open_store(begun).delete(METADATA_NAME)
+    error_of(DamagedCheckpointError, lambda: anywhere.commit_directory(begun, {}))
+    assert anywhere.paths() == []
+    path = save_objects(anywhere, 2)  # also removes what this process has begun and not committed
+    assert anywhere.store.names() == [os.path.basename(path)]
 
 
 def test_set_of_a_store_is_created_once_and_loads_from_a_copy(remote_url, local):

@@ -281,3 +281,22 @@ def test_two_writers_lose_nothing_and_a_reader_meets_no_half_file(tmp_path, incr
     assert [process.exitcode for process in processes] == [0, 0]
     found = {SERIES.load(path)["number"] for path in AutosaveSeries(tmp_path).paths()}
     assert found == {1, *range(100, 115), *range(200, 215)}
+
+
+def test_a_reader_beside_a_writer_of_directories_finds_a_whole_one_each_time(tmp_path):
+    """While another process saves and deletes without a pause, a reader finds a checkpoint and damages nothing."""
+    DIRECTORY.save(tmp_path, 1)
+    process = FORK.Process(target=lambda: [DIRECTORY.save(tmp_path, number) for number in range(2, 22)])
+    process.start()
+    numbers = []
+    while process.is_alive() or not numbers:
+        latest = DIRECTORY.newest(tmp_path)
+        assert latest is not None
+        try:
+            numbers.append(int(Path(latest, "number.txt").read_text()))
+        except FileNotFoundError:  # deleted since
+            continue
+    assert numbers == sorted(numbers)
+    assert process.exitcode == 0
+    assert not any("damaged" in name for name in os.listdir(tmp_path))
+    assert DIRECTORY.number(tmp_path) == 21

@@ -169,6 +169,16 @@ def test_evaluation_that_runs_from_its_start_again_is_the_same_chapter() -> None
     assert [each.num_again for each in found.continued] == [40]
 
 
+def test_segments_are_where_they_were() -> None:
+    """Training waited when the state of a background save was taken, not when it was written."""
+    found = told(Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).end())
+    assert [(each.kind, each.seconds) for each in found.segments] == [
+        ("training", 100),
+        ("saving", 1),
+        ("training", 25),
+    ]
+
+
 def test_shares_of_an_account() -> None:
     """Goodput is what counts of the whole, or of the time in which a process was there."""
     account = Account(training=100, evaluation=10, data=5, redone=6, hung=300, down=4.5, restarting=2.5)

@@ -118,11 +118,21 @@ def test_messages_name_the_holder_and_the_remedy(tmp_path, snapshot):
 
 
 def test_links_lead_to_the_same_lock(tmp_path):
-    """POSIX locks don't conflict within a process: another path to the directory must be recognized."""
+    """POSIX locks don't conflict within a process: another path to the directory must be recognized.
+
+    A holder that has not yet written its name keeps others out, too.
+    """
+
+    def child():
+        for content in (b"", b"[]", b'{"hostname": 1, "process_id": null}', b"\xff"):
+            (tmp_path / LOCK_NAME).write_bytes(content)
+            assert "by a process on an unknown host" in error_of(RunInUseError, RunLock(tmp_path).acquire)
+
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
     with RunLock(tmp_path), RunLock(tmp_path / "other"):
         error_of(RunInUseError, RunLock(tmp_path / "link").acquire)
         assert is_refused(tmp_path)
+        assert exit_code(child) == 0
     assert not is_refused(tmp_path)
 
 
