@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.errors import DamagedShardError
+from lightning_faulttolerant.errors import DamagedShardError, ShardError
 from lightning_faulttolerant.streaming import CSVWriter
-from lightning_faulttolerant.streaming.cache import directory as cache_directory, shard_files
+from lightning_faulttolerant.streaming.cache import ShardCache, directory as cache_directory, shard_files
+from lightning_faulttolerant.streaming.format.index import parse_index
 from tests.streaming.remotes import PER_SHARD, SHARD, assert_whole, damaged, data_of, flaky, opened, put
 from tests.streaming.shard_files import numbers
 from tests.streaming.shards import files, write
@@ -129,6 +130,26 @@ def test_a_shard_that_turns_out_to_be_damaged_when_it_is_opened_is_fetched_again
         with pytest.raises(DamagedShardError, match="offsets"):
             opened(tmp_path / "other", remote)[PER_SHARD]
         assert faults.shards == [SHARD] * 2
+
+
+def test_a_shard_that_vanishes_before_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
+    """Another process may evict it in between; finally that is an error."""
+    data, evictions = data_of(), []
+
+    def opener(directory: str) -> bytes:
+        if len(evictions) < 2:
+            evictions.append(Path(directory, SHARD).unlink())
+        return Path(directory, SHARD).read_bytes()
+
+    def never(directory: str) -> bytes:
+        raise FileNotFoundError(directory)
+
+    with flaky(data) as (remote, faults):
+        cache = ShardCache(local=str(tmp_path), remote=remote, shards=parse_index(data["index.json"], source="s"))
+        assert cache.open(1, opener) == data[SHARD]
+        assert faults.shards == [SHARD] * 3
+        with pytest.raises(ShardError, match=r"Shard 1 .*was removed .*cache_limit"):
+            cache.open(1, never)
 
 
 @pytest.mark.parametrize("keep_zip", [None, False, True])

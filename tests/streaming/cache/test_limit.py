@@ -6,16 +6,18 @@ import functools
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lightning_faulttolerant import Stream, StreamingDataset
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
+from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, ShardCache
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, MARKS_DIRECTORY
+from lightning_faulttolerant.streaming.format.index import parse_index
 from tests.streaming.children import child, run_all, wait_for
-from tests.streaming.remotes import PER_SHARD, assert_tidy, data_of, flaky, opened, put
-from tests.streaming.shard_files import numbers
+from tests.streaming.remotes import assert_tidy, data_of, flaky, opened, put
 
 DATA = data_of(10)
 
@@ -122,13 +124,54 @@ def test_a_limit_that_is_too_low_is_refused_at_construction(tmp_path: Path) -> N
     opened(tmp_path / "local", None, cache_limit=1)  # nothing is fetched, so nothing counts
 
 
-def test_shards_that_are_fetched_ahead_keep_within_half_the_limit(tmp_path: Path) -> None:
-    """The other half is for what is being read; the rest follows as the reader advances, once."""
+SIZE = len(DATA["shard.00000.mds"])
+
+
+def cache_of(local: Path, remote: str, num_shards: int) -> ShardCache:
+    """Return a cache with room for so many shards."""
+    shards, room = parse_index(DATA["index.json"], source="s"), CacheLimit(num_shards * SIZE)
+    return ShardCache(local=str(local), remote=remote, shards=shards, limit=room)
+
+
+def needs(num_shards: int) -> Iterator[Need]:
+    """Yield shards 0, 1, 2, ... of one stream, one every 10 samples."""
+    return (Need(number * 10, 0, number) for number in range(num_shards))
+
+
+@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1)])
+def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
+    tmp_path: Path, num_readers: int, num_ahead: int
+) -> None:
+    """Half the limit, divided among the readers, is fetched ahead; the rest follows as the reader advances, once."""
     with flaky(DATA) as (remote, faults):
-        dataset = opened(tmp_path, remote, cache_limit=limit(6), batch_size=PER_SHARD, predownload=999)
-        samples = iter(dataset)
-        read = [next(samples)["n"] for _ in range(PER_SHARD + 1)]
-        time.sleep(0.2)
-        assert 2 <= len(here(tmp_path)) <= 6
-        assert read + numbers(samples) == list(range(len(dataset)))
-    assert max(map(faults.shards.count, faults.shards)) == 1
+        cache = cache_of(tmp_path, remote, 6)
+        with Prefetcher([cache], needs(8), predownload=1000, num_readers=num_readers) as ahead:
+            wait_for(lambda: len(here(tmp_path)) == num_ahead)
+            time.sleep(0.1)
+            assert here(tmp_path) == list(range(num_ahead))
+            for number in range(8):
+                ahead.advance(10 * number)
+                wait_for(lambda number=number: number in here(tmp_path))  # otherwise this thread may be the first
+                ahead.wait(0, number)
+        assert sorted(faults.shards) == [f"shard.0000{number}.mds" for number in range(8)]
+
+
+def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
+    """A shard outside the plan finds room beside those fetched ahead; a reader that fills all gets an error."""
+    with flaky(DATA) as (remote, _):
+        cache = cache_of(tmp_path, remote, 2)
+        with Prefetcher([cache], needs(1), predownload=1000) as ahead:
+            wait_for(lambda: here(tmp_path) == [0])
+            cache.fetch(5)
+            cache.hold(5)
+            ahead.wait(0, 7)
+            assert here(tmp_path) == [5, 7]
+            cache.hold(7)
+            with pytest.raises(CacheLimitError, match=f"reading {2 * SIZE}"):
+                ahead.wait(0, 8)
+        cache.release(7)
+        last_use = cache.contents().last_uses[7]
+        time.sleep(0.002)
+        cache.fetch(7)
+        assert cache.evict(7, last_use) == 0  # it was used between the look and the eviction
+        assert cache.evict(7, cache.contents().last_uses[7]) == SIZE
