@@ -39,9 +39,7 @@ OBJECTS = _files(
 )
 """State of the user's objects: attributes of the module, of functions, of data sets. Lightning changes none of it."""
 
-FILES = _files("async_save", "full_disk", "incremental", "kept_autosaves", "run_elsewhere", "trust") | {
-    "tests/trainer/test_remote_run.py"
-}
+FILES = _files("async_save", "full_disk", "incremental", "kept_autosaves") | {"tests/trainer/test_remote_run.py"}
 """Files of autosaves and where they are: written after the state was captured, by code that Lightning never calls."""
 
 ONE_CASE_OF_THE_FILE = DATA | OBJECTS | FILES

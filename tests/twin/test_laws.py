@@ -19,7 +19,7 @@ LAWS = [
     "law.test_lightning_callbacks.test_lambda_callback",
     "law.test_faults.test_stop_signal_costs_no_batch",
     "laws.test_evaluation.test_script_of_several_functions",
-    "law.test_lightning_cli.test_killed_and_resumed_equals_uninterrupted",
+    "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
     "law.test_loaders.test_persistent_workers",

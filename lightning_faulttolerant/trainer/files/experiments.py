@@ -254,6 +254,7 @@ class WandbRows:
             return [f"W&B has {self._num_found} of the {num_logged} rows that were logged before the autosave"]
         for row in lost:
             self._original(row, None, None)
+            self._kept.append((time.monotonic(), row))  # the next kill may lose it again
         self._num_rows += num_lost - self._num_to_pass
         return []
 
