@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.supervise.training import Plan
-from tests.harness import python
+from tests.harness import places, python
 from tests.scripts import told
 
 ROOT = Path(__file__).parents[3]
@@ -121,6 +121,7 @@ def begin(
     command = ("-m", "tests.cli.supervise.own_mounts", mount, *command[1:]) if mount else command
     variables = {"PL_FAULT_TOLERANT_OPTIONS": f"every_n_train_steps=1, dirpath={directory / 'autosaves'}{flags}"}
     variables |= {"PL_FAULT_TOLERANT_TRAINING": "1"} if options is None else {}
+    variables |= {"TMPDIR": places.on_disk()} if mount else {}  # it may hide what was in shared memory
     return RunningTrial(directory, command, output, **variables)
 
 

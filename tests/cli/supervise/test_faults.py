@@ -81,12 +81,11 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def test_trial(trial: FaultTrial, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial(trial: FaultTrial, directory: Path) -> None:
     """The run ends by itself, also if it has to be started again after a request to stop, and leaves no process."""
     kind = KINDS[trial.kind]
     if kind.mounts and not can_mount():
         pytest.skip("mounts a small file system, which this system does not allow")
-    monkeypatch.setenv("TMPDIR", places.on_disk())
     plan, flags = trial.plan()
     options = ("--nproc-per-node", str(trial.num_ranks)) if trial.num_ranks > 1 else ()  # one is started as if by hand
     mount = os.path.join(directory, kind.mounts) if kind.mounts else ""
