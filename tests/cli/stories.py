@@ -36,13 +36,6 @@ def with_a_test() -> Story:
     return story.validate(70, 70).autosave(seconds=9).end().done()
 
 
-def only_tested() -> Story:
-    """Return a script that tests, and is killed once."""
-    story = Story(BEGAN).begin(since=8, function="test").start(evaluated=0).validate(300, 300).autosave(seconds=0.05)
-    story.validate(40, 40).alive().wait(60).begin(since=8, function="test")
-    return story.start(resumed=0.4, name=story.newest, evaluated=300).validate(300, 300).end()
-
-
 def often_killed(num_faults: int, *, num_autosaves: int = 5) -> Story:
     """Return a run with this many faults, each of them after some autosaves."""
     story = Story(BEGAN).begin(since=8).wait(2).start()
