@@ -119,6 +119,7 @@ COMPARED: dict[str, tuple[list[Any], list[Any], list[str]]] = {
         ["first at batch 2 of epoch 0 (rank 0)", "loss: 0.5 in the run, 0.25 in the replay"],
     ),
     "logged": ([LOGGED], [[batch(1), log(2, 0.5)]], ["1 step equals"]),
+    "logged at the end of the epoch": ([LOGGED], [[batch(1), LOGGED[2]]], ["1 step equals"]),
     "logged otherwise": (
         [LOGGED],
         [[batch(1), log(2, 0.75)]],
