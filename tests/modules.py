@@ -1,4 +1,4 @@
-"""Modules that the tests of the law train, each with one thing that `Net` does not have."""
+"""A module with frozen tensors."""
 
 from __future__ import annotations
 
@@ -7,50 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-
-from tests.runs import Net
-
-
-class Backbone(LightningModule):
-    """A backbone with batch norm, and a head; at first the optimizer has only the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.head(self.backbone(batch)).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.head(self.backbone(batch)).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
-
-
-class PlainNet(Net):
-    """Has no batch norm; a scheduler per epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
-
-
-class NormNet(PlainNet):
-    """Has a batch norm with its own momentum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.2), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
 class FrozenNet(LightningModule):

@@ -24,7 +24,6 @@ DATA = _files(
     "iterable",
     "lhotse",
     "loaders",
-    "own_states",
     "per_sample",
     "samplers",
     "streaming",
@@ -33,8 +32,6 @@ DATA = _files(
 """Data sets, samplers, and their state. They meet Lightning in one place, and the first case of the file covers it."""
 
 OBJECTS = _files(
-    "object_state_as_bytes",
-    "object_state_of_functions",
     "object_state_of_loaders",
 )
 """State of the user's objects: attributes of the module, of functions, of data sets. Lightning changes none of it."""

@@ -39,7 +39,7 @@ class Net(LightningModule):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return joined(batch)
+        return joined(batch).to(self.dtype)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -271,8 +271,11 @@ class Group:
 
     def module(self) -> Net:
         """Return a module with the features of all rows."""
-        kinds = tuple(each.module for each in self.rows if each.module)
-        return type("Joined", kinds or (Net,), {"__module__": __name__})() if len(kinds) != 1 else kinds[0]()
+        kinds = tuple(each.module for each in self.rows if each.module) or (Net,)
+        if len(kinds) > 1:  # it has a name in this module, so that it can be pickled
+            kinds = (type("Joined", kinds, {"__module__": __name__}),)
+            globals()["Joined"] = kinds[0]
+        return kinds[0]()
 
     def callbacks(self) -> list[Callback]:
         """Return the callbacks of all rows."""

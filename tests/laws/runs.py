@@ -106,8 +106,7 @@ class Training:
         trainer = Trainer(
             callbacks=[*self.group.callbacks(), *own, Events(path), Cuts(cut), *self.more()],
             logger=[*(loggers if isinstance(loggers, list) else [loggers]), Logs(path)],
-            default_root_dir=self.root,
-            **{**QUIET, **ranks, **arguments},
+            **{"default_root_dir": self.root, **QUIET, **ranks, **arguments},
         )
         returned = run_stage(trainer, self.group, self.stage, self.ckpt_path)
         write_end(path, trainer, returned)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import weakref
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.data_sets import NoisyDataset
-from tests.laws.rows import Net, rows_of
-from tests.laws.runs import QUIET
+from tests.laws.rows import Group, Net, Row, rows_of
+from tests.laws.runs import QUIET, Training
 
 
 def fit(root: Path, module: Net, **arguments: Any) -> None:
@@ -59,3 +62,43 @@ def test_nothing_is_left_on_a_loader(tmp_path: Path) -> None:
     fit(tmp_path, Net(), train_dataloaders=loader)
     assert type(loader) is DataLoader
     assert set(vars(loader)) == names
+
+
+class FailsAtItsEnd(Net):
+    """Ends its fit with an error."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            raise ZeroDivisionError
+
+
+class FailsToCleanUp(Callback):
+    """Fails in the hook in which other callbacks clean up."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise RuntimeError("while cleaning up")
+
+
+def test_autosaves_of_an_unfinished_fit_stay(tmp_path: Path) -> None:
+    """A script that catches an error keeps the autosaves when it ends, even if another callback hides the error."""
+
+    def script(trainer: Trainer, module: LightningModule, group: Group) -> None:
+        with pytest.raises(RuntimeError):
+            trainer.fit(module, **group.data())
+
+    group = Group(rows=(Row(name="fails", module=FailsAtItsEnd, callbacks=FailsToCleanUp),))
+    training = Training(group=group, root=tmp_path, stage=script)
+    training.finished()
+    assert list(tmp_path.rglob("autosave-*.ckpt"))
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("module", [Net, FailsAtItsEnd])
+def test_workers_end_with_the_fit(module: type[Net], is_persistent: bool, tmp_path: Path) -> None:
+    """Workers and the objects that iterate over them end with the fit, even while the loader exists."""
+    loader = rows_of(8, num_workers=1, persistent_workers=is_persistent)()
+    with pytest.raises(ZeroDivisionError) if module is FailsAtItsEnd else contextlib.nullcontext():
+        fit(tmp_path, module(), train_dataloaders=loader)
+    assert multiprocessing.active_children() == []
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)] == []

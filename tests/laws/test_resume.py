@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.laws.cuts import Cut
+from tests.laws.features.lightning_callbacks import FINDERS
 from tests.laws.groups import check, groups_of, seed
-from tests.laws.rows import Group, all_rows
+from tests.laws.rows import Group, Row, all_rows
 from tests.laws.runs import Training, assert_continues, whole_run
 
 
@@ -39,6 +40,16 @@ def resumes(group: Group) -> None:
 def test_resume(group: Group) -> None:
     """Killed, stopped, and killed again, a training continues as if nothing had happened."""
     check(group, resumes)
+
+
+# Rows would mix weights of other sizes with numbers of 32 bits.
+PRECISIONS = [Row(name=name, trainer={"precision": name}) for name in ("64-true", "bf16-true")]
+
+
+@pytest.mark.parametrize("row", [*PRECISIONS, *FINDERS], ids=lambda row: row.name)
+def test_alone(row: Row) -> None:
+    """What can't meet rows continues alone."""
+    resumes(Group(rows=(row,)))
 
 
 TOGETHER = [

@@ -14,10 +14,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from syrupy.assertion import SnapshotAssertion
 
+from lightning_faulttolerant import AtomicCheckpointIO
 from tests.laws.events import Broken, Event, slice_of
 from tests.laws.groups import check, groups_of, seed
 from tests.laws.ranks import FOR_RANKS, batches
-from tests.laws.rows import Group, Net, Row
+from tests.laws.rows import Group, Net, Row, all_rows
 from tests.laws.runs import Training, whole_run
 from tests.messages import plain
 
@@ -167,6 +168,12 @@ OF_RANKS = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_v
 def test_saved_in_a_hook_on_ranks() -> None:
     """From a checkpoint that a hook of both ranks saves, each continues with its own state."""
     assert_continues_from(Group(rows=(Row(name="apart", module=Apart), batches())), OF_RANKS, num_ranks=2)
+
+
+def test_pickled_schedulers() -> None:
+    """A run also continues from a checkpoint that holds schedulers as torch has pickled them."""
+    pickles = Row(name="pickles", trainer={"plugins": [AtomicCheckpointIO(weights_only=False)]})
+    assert_continues_from(Group(rows=(all_rows()["WrappedByWarmup"], pickles)), [CALLS[1], CALLS[6]])
 
 
 class Teacher(Net):

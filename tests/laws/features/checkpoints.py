@@ -146,3 +146,40 @@ class ThinsStates(Net):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
+
+
+@row("module", takes="checkpoint")
+class SavesWhatStepsMake(Net):
+    """Has nothing to save before its first step: the first autosave comes after a batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.made_in_step = super().training_step(batch, batch_idx)
+        return self.made_in_step
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["made_in_step"] = self.made_in_step.detach()
+
+
+@row("module")
+class ExtraState(Net):
+    """Counts in its extra state in the ``state_dict``, also in validation, and computes with the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_in_extra_state = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"num": self.num_in_extra_state}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_in_extra_state = state["num"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_in_extra_state += 1
+        return super().training_step(batch + 0.01 * self.num_in_extra_state, batch_idx)
+
+    def on_validation_batch_end(self, *arguments: Any) -> None:
+        super().on_validation_batch_end(*arguments)
+        if not self.trainer.sanity_checking:
+            self.num_in_extra_state += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,8 +88,19 @@ scheduled("plateau per step", plateau("step", 3), trainer=HALVES)
 scheduled("plateau every sixth step", plateau("step", 6), trainer=HALVES)
 scheduled("drawn rates", drawn, part="objects", shows="sum_of_rates")
 add("bf16-mixed", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}, takes="precision")
-add("max_steps", trainer={"max_steps": 11})
+add("max_steps", trainer={"max_steps": 16, "max_epochs": 3})
 add("max_steps in windows", trainer={"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
+
+
+@row("module", takes="layers")
+class ScriptedNorm(Net):
+    """Has a scripted batch norm, whose flags are constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(action="ignore"):  # torch has deprecated it
+            norm = torch.jit.script(nn.BatchNorm1d(8))
+        self.layers = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1))
 
 
 @row("module", takes=("optimizer", "layers"))
@@ -465,6 +477,19 @@ class Gan(ByHand):
     def configure_optimizers(self) -> Any:
         optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.generator, self.layers)]
         return optimizers, [ExponentialLR(optimizer, 0.95) for optimizer in optimizers]
+
+
+@row("module", takes=("optimizer", *MANUAL), repeats=1)
+class StepsBehindLightning(ByHand):
+    """Steps a raw optimizer, so that Lightning counts no step: saves count batches."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
 
 
 @row("module", part="objects", shows="turn", takes=("optimizer", *MANUAL), repeats=2)

@@ -1,0 +1,212 @@
+"""Lightning's own callbacks that keep more than their ``state_dict`` holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader
+
+from tests.laws.data_sets import NoisyDataset
+from tests.laws.rows import Net, Row, add, row
+
+
+class Backbone(Net):
+    """A backbone with batch norm, and a head; at first the optimizer has only the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.layers = nn.Sequential(self.backbone, nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Unfreezing(BaseFinetuning):
+    """Freezes the whole backbone, including its norm; unfreezes it in two steps, each with its own arguments."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer, lr=0.005)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone[:3], optimizer)
+            optimizer.param_groups[-1]["weight_decay"] = 0.3
+
+
+ALL = ("optimizer", "layers", "copies")
+THREE: dict[str, Any] = {"takes": ALL, "trainer": {"max_epochs": 3}}
+add("unfreezing", module=Backbone, callbacks=Unfreezing, **THREE)
+
+
+class NormNet(Net):
+    """Has a batch norm with its own momentum, and a scheduler per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.2), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
+
+
+class PlainNet(NormNet):
+    """Has no batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def averaging() -> Callback:
+    """Return an averaging from the second epoch on, which ends with an epoch that only updates the norm."""
+    return StochasticWeightAveraging([0.05], swa_epoch_start=1, annealing_epochs=2, annealing_strategy="linear")
+
+
+add("stochastic weight averaging", module=NormNet, callbacks=averaging, **THREE)
+add("averaging without a norm", module=PlainNet, callbacks=averaging, **THREE)
+
+try:
+    from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+except ImportError:  # Lightning 2.5 has none
+    pass
+else:
+    add("exponential average", callbacks=lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2), takes=ALL[1:])
+
+
+def pruning(**arguments: Any) -> Any:
+    """Return what makes a callback that prunes a quarter of the rest at each epoch's end."""
+    return lambda: ModelPruning("l1_unstructured", amount=0.25, parameter_names=["weight"], **arguments)
+
+
+for name, arguments in {
+    "pruning": {},
+    "pruning without the lottery ticket": {"use_lottery_ticket_hypothesis": False},
+    "pruning that stays": {"make_pruning_permanent": False},
+    "pruning each layer after validation": {"use_global_unstructured": False, "prune_on_train_epoch_end": False},
+}.items():
+    add(name, module=PlainNet, callbacks=pruning(**arguments), **THREE)
+
+
+@row("module", takes=ALL)
+class PrunesItself(PlainNet):
+    """Has a layer that was pruned before, and prunes another one again and again in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.layers[2], "weight", 3)  # type: ignore[no-untyped-call]
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            prune.l1_unstructured(self.layers[0], "weight", 2)  # type: ignore[no-untyped-call]
+
+
+class FindsRate(LearningRateFinder):
+    """Looks for a learning rate at the start of two epochs, as in Lightning's guide."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=20)
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch < 2:
+            self.lr_find(trainer, pl_module)
+
+
+class Sought(Net):
+    """Has a learning rate that a finder sets, and no scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+class FindsSize(BatchSizeFinder):
+    """Looks for a batch size at the start of two epochs, as in Lightning's guide."""
+
+    def __init__(self) -> None:
+        super().__init__(mode="power", steps_per_trial=2, max_trials=2)
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.scale_batch_size(trainer, pl_module)
+
+
+class Sized(LightningDataModule):
+    """Creates its loader with a batch size that a finder sets."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(64), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(16), batch_size=4)
+
+
+# Their trials call the hooks of all other rows, so they are no rows themselves.
+FINDERS = [
+    Row(name="learning rate finder", module=Sought, callbacks=FindsRate, trainer={"max_epochs": 3}),
+    Row(name="batch size finder", data=Sized, callbacks=FindsSize, trainer={"limit_train_batches": 6, "max_epochs": 3}),
+]
+
+add(
+    "accumulation by epoch", callbacks=lambda: GradientAccumulationScheduler({0: 1, 1: 3}), repeats=4,
+    takes="argument accumulate_grad_batches",
+)  # fmt: skip
+add(
+    "early stopping that waits", trainer={"val_check_interval": 3, "min_epochs": 2, "max_epochs": 5},
+    callbacks=lambda: EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False),
+)  # fmt: skip
+add("monitor of rates", callbacks=lambda: LearningRateMonitor(log_momentum=True, log_weight_decay=True))
+
+try:
+    from lightning.pytorch.callbacks import SpikeDetection
+except ImportError:  # an older Lightning has none
+    pass
+else:
+
+    class Shows(Callback):
+        """Logs the values of a SpikeDetection: before a batch its last value, after it its mean."""
+
+        def __init__(self, detection: SpikeDetection) -> None:
+            self.detection = detection
+
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            pl_module.log("last_of_spikes", self.detection.last_val, batch_size=4)
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            pl_module.log("mean_of_spikes", self.detection.running_mean.compute(), batch_size=4, on_epoch=True)
+
+    def calm() -> list[Callback]:
+        """Return a detection that finds nothing, and keeps a window."""
+        detection = SpikeDetection(window=4, warmup=2, atol=1e9, rtol=None, exclude_batches_path="unused.json")
+        return [detection, Shows(detection)]
+
+    add("spike detection", callbacks=calm)
