@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_faulttolerant import FingerprintMismatchError, InterruptibleSampler, NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader.resumable_run import from_json, to_json
 from tests.data_sets import PythonShuffle
-from tests.groups import run_group
+from tests.laws.processes import run_ranks
 from tests.loader.loops import Event, assert_resumable, listed, own_draws, resumable_loop, seed
 from tests.loader.made import Drawing, Echo, OwnIterator, SampledRange, Stream, Tasks, generator
 
@@ -455,8 +455,9 @@ def on_two_ranks(directory: Path, rank: int) -> None:
 def test_each_of_two_ranks_resumes_from_its_own_state(tmp_path: Path) -> None:
     """With Fabric's sampler, loaded before or after it is put in; the state of the other rank is refused."""
     os.environ.pop("PL_GLOBAL_SEED", None)
-    codes, output = run_group(lambda rank: on_two_ranks(tmp_path, rank), num_ranks=2, directory=tmp_path)
-    assert codes == [0, 0], output
+    outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    codes = run_ranks(lambda rank: on_two_ranks(tmp_path, rank), outputs=outputs, seed=1)
+    assert codes == [0, 0], [output.read_text() for output in outputs]
     texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert texts[0] != texts[1]
 

@@ -13,11 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.testing.processes import _environment, _Rendezvous, fork_and_run
+from tests.laws.ranks import Apart
+from tests.laws.rows import rows_of
+from tests.runs import fit_net
 
 SECONDS = 60.0
 """No run may take longer."""
+
+
+def rank_fit(
+    num_ranks: int,
+    *,
+    users: Callable[[], list[Callback]] = list,
+    train: Callable[[], Any] | None = None,
+    validation: Callable[[], Any] | None = None,
+    **arguments: Any,
+) -> Callable[[list[Callback], Path], Trainer]:
+    """Return a fit on several ranks, of 8 batches an epoch; `arguments` are the Trainer's."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(
+            [*users(), *callbacks],
+            directory,
+            train=(train or rows_of(32 * num_ranks))(),
+            validation=(validation or rows_of(8 * num_ranks, shuffle=False))(),
+            module=Apart(),
+            **{"devices": num_ranks, "strategy": "ddp", **arguments},
+        )
+
+    return fit
 
 
 @dataclass(frozen=True)

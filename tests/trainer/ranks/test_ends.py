@@ -18,12 +18,12 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer.ranks import watch
 from tests.data_sets import NoisyDataset
-from tests.rank_runs import for_ranks, rank_fit
-from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses
+from tests.laws.ranks import FOR_RANKS
+from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses, rank_fit
 
 BOUND = 2.0
 
-pytestmark = for_ranks
+pytestmark = FOR_RANKS
 SLOW = pytest.mark.slow
 
 

@@ -20,11 +20,11 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer import signals as deadline_module
-from tests.rank_runs import for_ranks, rank_fit
+from tests.laws.ranks import FOR_RANKS
 from tests.runs import fit_eight
-from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses
+from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses, rank_fit
 
-pytestmark = [*for_ranks, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
+pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
 
 
 class SlowBatches(Callback):

@@ -15,9 +15,9 @@ from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.laws.ranks import FOR_RANKS
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
-from tests.rank_runs import for_ranks
 from tests.runs import Net, fit_net
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
@@ -132,8 +132,8 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-@for_ranks[0]
-@for_ranks[1]
+@FOR_RANKS[0]
+@FOR_RANKS[1]
 def test_processes_of_lightning_s_count_the_fits_of_the_script(tmp_path: Path) -> None:
     """Under ddp_fork each fit has its own processes; the numbers are per script, the files per rank."""
     path = tmp_path / "ledger.jsonl"
