@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_faulttolerant.testing.exactness import RunOutcome, Runs, compare
 from lightning_faulttolerant.trainer import compat
@@ -61,10 +60,6 @@ def saver(hook: str, at: int, *, kind: type[Callback] = Callback) -> Callback:
 def trainer_save_checkpoint(countdown: Countdown, trainer: Trainer) -> None:
     """Save indirectly: the hook's code does not show the save."""
     countdown(trainer)
-
-
-class SavingCheckpoint(Checkpoint):
-    """Derives from Lightning's `Checkpoint`, so that Lightning calls it after all other callbacks."""
 
 
 def saving_module(hook: str, at: int, base: type[LightningModule] = Net) -> LightningModule:

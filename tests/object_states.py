@@ -19,11 +19,9 @@ from tests.runs import Net, fit_net
 FIRST_EPOCH = pytest.param(KillAt(3), id="first-epoch")
 LATER_EPOCH = pytest.param(KillAt(8), id="later-epoch")
 EDGE = pytest.param(KillAt(5), id="edge")
-IN_VALIDATION = pytest.param(KillAt(4, hook="validation"), id="in-validation")
 STOPPED = pytest.param(KillAt(7, signum=signal.SIGTERM), id="stopped")
 RAISED = pytest.param(RaiseIn("on_before_backward", 7), id="raised-in-a-batch")
 RAISED_BEHIND = pytest.param(RaiseIn("on_train_batch_end", 7), id="raised-after-a-batch")
-RAISED_AT_EDGE = pytest.param(RaiseIn("on_train_epoch_end", 4), id="raised-at-edge")
 
 
 def slowly(value: Any) -> Any:
@@ -33,13 +31,6 @@ def slowly(value: Any) -> Any:
 
 
 each_cut = pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE)])
-each_fault = pytest.mark.parametrize(
-    "fault",
-    [
-        slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), slowly(IN_VALIDATION), slowly(STOPPED), slowly(RAISED),
-        slowly(RAISED_BEHIND), slowly(RAISED_AT_EDGE),
-    ],
-)  # fmt: skip
 
 
 def assert_carried(

@@ -147,7 +147,6 @@ FIRST_EPOCH = Cut(kill=3, every=1, continues_at=(0, 3))
 LATER_EPOCH = Cut(kill=14, every=13, continues_at=(1, 5))
 
 LATER_SHORT_EPOCH = Cut(kill=9, every=8, continues_at=(1, 3))
-SHORT_CUTS = {FIRST_EPOCH: FIRST_EPOCH, LATER_EPOCH: LATER_SHORT_EPOCH}
 
 each_cut = pytest.mark.parametrize(
     "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_EPOCH, id="later-epoch")]
@@ -181,16 +180,6 @@ def assert_continues(
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at)
-
-
-def assert_loader_continues(cut: Cut, num_workers: int, *, train: Callable[[int], Any], **arguments: Any) -> None:
-    """Check that a fit obeys the law, with the loader that `train` returns for a number of rows.
-
-    Without workers an epoch has 5 batches of 4 rows, and `cut` is translated. With workers it has 8. With only 5, two
-    workers that fetch ahead would have taken all indices at each cut.
-    """
-    num_rows = 32 if num_workers else 20
-    assert_continues(cut if num_workers else SHORT_CUTS[cut], train=lambda: train(num_rows), **arguments)
 
 
 def assert_exact(

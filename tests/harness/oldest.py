@@ -16,42 +16,10 @@ def _files(*names: str) -> frozenset[str]:
     return frozenset(f"tests/law/test_{name}.py" for name in names)
 
 
-DATA = _files(
-    "attributes_of_loaders",
-    "documented_data_sets",
-    "foreign_streaming",
-    "hugging_face",
-    "iterable",
-    "lhotse",
-    "loaders",
-    "per_sample",
-    "samplers",
-    "streaming",
-    "web_dataset",
-)
-"""Data sets, samplers, and their state. They meet Lightning in one place, and the first case of the file covers it."""
-
-OBJECTS = _files(
-    "object_state_of_loaders",
-)
-"""State of the user's objects: attributes of the module, of functions, of data sets. Lightning changes none of it."""
-
 FILES = _files("async_save", "full_disk", "incremental", "kept_autosaves") | {"tests/trainer/test_remote_run.py"}
 """Files of autosaves and where they are: written after the state was captured, by code that Lightning never calls."""
 
-ONE_CASE_OF_THE_FILE = DATA | OBJECTS | FILES
-
-ALSO = frozenset(
-    f"tests/law/test_loaders.py::test_{name}"
-    for name in (
-        "persistent_workers",
-        "persistent_workers_with_fewer_batches_than_the_loader_has",
-        "prefetching_far_ahead",
-        "three_workers_stopped_before_each_has_delivered",
-        "workers_seeded_by_lightning",
-    )
-)
-"""Laws of these files that depend on how Lightning fetches batches, stops, or seeds: one case of each."""
+ONE_CASE_OF_THE_FILE = FILES
 
 
 def select(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -61,7 +29,7 @@ def select(items: list[pytest.Item]) -> list[pytest.Item]:
         file = item.nodeid.partition("::")[0]
         is_slow = item.get_closest_marker("slow") is not None
         law = item.nodeid.partition("[")[0]
-        if file in ONE_CASE_OF_THE_FILE and law not in ALSO and not is_slow:
+        if file in ONE_CASE_OF_THE_FILE and not is_slow:
             kept.setdefault(file, item)
         elif file.startswith(LAWS) and not is_slow:
             kept.setdefault(law, item)

@@ -36,25 +36,9 @@ def test_files_are_there_and_touch_nothing_private(file: str) -> None:
 
 def test_first_fast_case_of_a_file() -> None:
     """A slow case does not take the place of a fast one."""
-    file = "tests/law/test_per_sample.py"
+    file = "tests/law/test_async_save.py"
     items = [Item(f"{file}::test_a[0]", is_slow=True), Item(f"{file}::test_a[1]"), Item(f"{file}::test_b")]
     assert select(*items) == [f"{file}::test_a[0]", f"{file}::test_a[1]"]
-
-
-def test_laws_of_a_file_that_depend_on_lightning() -> None:
-    """Of a file of which one case is enough, these laws run too."""
-    file = "tests/law/test_loaders.py"
-    items = [Item(f"{file}::test_{name}[{number}]") for name in ("shuffled", "drop_last") for number in "12"]
-    also = [Item(f"{file}::test_prefetching_far_ahead[{number}]") for number in "12"]
-    assert select(*items, *also) == [f"{file}::test_shuffled[1]", f"{file}::test_prefetching_far_ahead[1]"]
-
-
-@pytest.mark.parametrize("law", sorted(oldest.ALSO))
-def test_such_laws_are_there(law: str) -> None:
-    """A renamed one would not run."""
-    file, _, name = law.partition("::")
-    assert file in oldest.ONE_CASE_OF_THE_FILE
-    assert f"def {name}(" in (ROOT / file).read_text()
 
 
 def test_first_fast_case_of_each_law() -> None:

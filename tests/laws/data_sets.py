@@ -175,13 +175,6 @@ class CountingSampler(PythonShuffle):
         return iter([(index * 5 + started) % self.length for index in range(self.length)])
 
 
-class UnsizedSampler(PythonShuffle):
-    """Does not know how many indices it yields."""
-
-    def __len__(self) -> int:
-        raise TypeError("no length")
-
-
 class RaggedBatches(Sampler[list[int]]):
     """A batch sampler: 8 batches of 2 to 5 samples, permuted by NumPy's global generator."""
 

@@ -129,6 +129,9 @@ class Row:
         only_with: Whether only a run with the callback has the feature, so that there is no plain run to compare with.
         takes: What it takes for itself alone, besides what is found out.
         warns: Regular expressions of the warnings that it causes.
+        imports: Modules that are imported once, before its processes are forked.
+        apart: ``ahead`` if Lightning fetches its batches ahead, since it has no length; ``counts`` if batches depend on
+            what its loader counts. The two never meet, as long as the fault in `KNOWN` (test_resume.py) is open.
         ranks: Whether it works on several ranks.
         repeats: How many batches a kill may repeat at most, with a save at each step.
     """
@@ -147,6 +150,8 @@ class Row:
     only_with: bool = False
     takes: tuple[str, ...] = ()
     warns: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+    apart: str = ""
     ranks: bool = True
     repeats: int = 1
 
@@ -156,7 +161,7 @@ _rows: dict[str, Row] = {}
 
 def add(name: str, **values: Any) -> Row:
     """Add a row."""
-    for key in ("shows", "takes", "warns"):
+    for key in ("shows", "takes", "warns", "imports"):
         if isinstance(values.get(key), str):
             values[key] = (values[key],)
     if name in _rows:
@@ -226,8 +231,10 @@ def _without_super(module: type[Net]) -> set[str]:
 def fits(each: Row, others: Iterable[Row]) -> bool:
     """Return whether a row can be in one training with others."""
     others = list(others)
-    loaders = [row for row in [each, *others] if row.train]
-    if len(loaders) > (1 if any(row.alone for row in loaders) else MOST_LOADERS):
+    loaders = [row for row in [each, *others] if row.train or row.data]
+    if len(loaders) > (1 if any(row.alone or row.data for row in loaders) else MOST_LOADERS):
+        return False
+    if {"ahead", "counts"} <= {row.apart for row in [each, *others]}:
         return False
     if each.only_with != any(other.only_with for other in others) and others:
         return False

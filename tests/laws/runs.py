@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import warnings
@@ -17,9 +18,18 @@ from tests.laws.cuts import Cut, Cuts
 from tests.laws.events import Broken, Event, Events, Logs, read, slice_of, write_end
 from tests.laws.processes import run_ranks
 from tests.laws.rows import Group
+from tests.messages import plain
 
 _SEED, _OTHER_SEED = 1, 20_000
 _PRINTED_CHARACTERS = 6_000
+
+_ADVICE = (
+    "You have overridden `on_before_batch_transfer`",  # beside a data module: the hook of the module counts
+    "Your `IterableDataset` has `__len__` defined",
+    "This DataLoader will create . worker processes",  # more than the machine has cores
+    "Your `val_dataloader`'s sampler has shuffling enabled",
+    "You requested to overfit but enabled",
+)
 
 Script = Callable[[Trainer, LightningModule, Group], object]
 
@@ -75,6 +85,10 @@ class Training:
         """Start it, wait for its end, and return what it did."""
         number = len(self.starts)
         self.root.mkdir(exist_ok=True, parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in [name for each in self.group.rows for name in each.imports]:
+                importlib.import_module(name)
         paths = [self.root / f"start-{number}-rank-{rank}.jsonl" for rank in range(self.num_ranks)]
         outputs = [path.with_suffix(".txt") for path in paths]
         options = {"every_n_train_steps": cut.every if cut else 1, **self.group.options, **options}
@@ -92,10 +106,8 @@ class Training:
     def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
         """Do in this process what one rank does, and write its events."""
         os.chdir(self.root)
-        for message in [message for each in self.group.rows for message in each.warns]:
+        for message in [*_ADVICE, *(message for each in self.group.rows for message in each.warns)]:
             warnings.filterwarnings("ignore", message)
-        # A data module beside `Net`, whose hook makes one tensor of any batch: the hook of the module counts.
-        warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer`")
         if self.before is not None:
             self.before()
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")  # else it is that of the tests
@@ -192,3 +204,8 @@ def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str | Scri
         if slices != [(0, len(events)) for events in whole]:
             raise Broken(f"The run with the callback has other events: {slices} of {[len(one) for one in whole]}.")
     return with_callback.events
+
+
+def refusal(output: str, root: Path) -> str:
+    """Return the text of the error that ended a start, without the commands that it shows."""
+    return plain(output.rpartition("lightning_faulttolerant.errors.")[2].partition("\nThe result")[0], DIR=root)

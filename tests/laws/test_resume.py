@@ -64,3 +64,23 @@ TOGETHER = [
 def test_together(names: tuple[str, ...]) -> None:
     """Rows that have failed together continue."""
     resumes(Group(rows=tuple(all_rows()[name] for name in names)))
+
+
+KNOWN = [
+    ("Collates", "no length"),
+    ("counts and caches", "no length"),
+    ("counting data set and sampler with states", "no length"),
+    ("attribute of a loader", "no length"),
+    ("derived from the trainer", "HidesCopy"),
+]
+"""A batch that was fetched ahead is fetched again, from objects and states that the first fetch has changed already.
+
+The last: a repeated request of loaders sees weights of another moment, which the checkpoint lacks.
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="found by the groups, not yet mended")
+@pytest.mark.parametrize("names", KNOWN, ids="+".join)
+def test_known_faults(names: tuple[str, ...]) -> None:
+    """Once a pair continues, it moves to `TOGETHER`."""
+    test_together(names)

@@ -15,15 +15,12 @@ NUM_GROUPS, NUM_FAST_GROUPS = 12, 3
 LAWS = [
     "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_of_an_interrupted_run",
-    "law.test_loaders.test_shuffled",
     "law.test_lightning_callbacks.test_lambda_callback",
     "law.test_faults.test_stop_signal_costs_no_batch",
     "laws.test_evaluation.test_script_of_several_functions",
     "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
-    "law.test_loaders.test_persistent_workers",
-    "law.test_iterable.test_iterable",
     "law.test_lightning_callbacks.test_unfreezing",
     "law.test_stochastic_weight_averaging.test_stochastic_weight_averaging",
     "law.test_weight_averaging.test_exponential_average",

@@ -26,6 +26,25 @@ class Data(LightningDataModule):
         return rows_of(8, shuffle=False)()
 
 
+class Counts(Data):
+    """Counts the batches that were used, as its state, and shifts each by the count."""
+
+    num_used = 0
+
+    def train_dataloader(self) -> Any:
+        return rows_of(24)()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.num_used += 1
+        return batch + self.num_used / 100
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_used": self.num_used}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_used = state_dict["num_used"]
+
+
 class Levels(Data):
     """Its loaders depend on attributes that training changes; it has no state of its own."""
 
@@ -106,10 +125,12 @@ class Derives(Data):
         return DataLoader(Seeded(self.derived(), 8), batch_size=4)
 
 
+add("state of a data module", data=Counts, trainer=RELOADED)
 add("attributes of a data module", part="objects", shows="content", data=Levels, trainer=RELOADED)
 add("one combined loader again", part="loaders", shows="content", data=Keeps, trainer=RELOADED)
 add("generator function", part="loaders", shows="content", data=Generates, trainer=RELOADED)
 add("larger epochs", part="loaders", shows="content", data=Enlarges, trainer=RELOADED)
 add(
-    "derived from the trainer", part="loaders", shows="content", data=Derives, trainer=RELOADED, takes="optimizer",
+    "derived from the trainer", part="loaders", shows="content", data=Derives, trainer=RELOADED,
+    takes=("optimizer", "checkpoint"),  # hidden weights: `KNOWN`
 )  # fmt: skip

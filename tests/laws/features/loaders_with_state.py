@@ -23,7 +23,7 @@ from tests.laws.rows import add, rows_of
 
 # torchdata 0.11 calls a function that torch 2.13 has deprecated.
 WARNS = ("'set_vital' is deprecated", "Your `IterableDataset` has `__len__` defined")
-CARRIED: dict[str, Any] = {"part": "loaders", "shows": "content", "warns": WARNS}
+CARRIED: dict[str, Any] = {"part": "loaders", "shows": "content", "warns": WARNS, "apart": "counts"}
 TWO: dict[str, Any] = {"num_workers": 2}
 
 

@@ -1,0 +1,135 @@
+"""The law of a seed for each sample: the number of workers may change between starts, and nothing else changes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from syrupy.assertion import SnapshotAssertion
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from lightning_faulttolerant import InterruptibleSampler
+from tests.laws.cuts import Cut
+from tests.laws.data_sets import (
+    BatchesDataset,
+    DrawingSampler,
+    HoldingDataset,
+    LazyDataset,
+    ManyAtOnceDataset,
+    NoisyCollate,
+    NoisyDataset,
+    PythonShuffle,
+    Quiet,
+    Squares,
+    Unsized,
+)
+from tests.laws.rows import Group, Row, rows_of
+from tests.laws.runs import Training, assert_same, refusal, whole_run
+
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
+
+Make = Callable[..., Any]
+
+
+def of(dataset: Callable[[], Any], kind: Any = DataLoader, **arguments: Any) -> Make:
+    """Return what makes a loader with some number of workers."""
+    return lambda **workers: kind(dataset(), **{"batch_size": 4, **arguments}, **workers)
+
+
+def persistent(num_workers: int) -> DataLoader[Any]:
+    """Workers live on, if there are any."""
+    return rows_of(24, num_workers=num_workers, persistent_workers=num_workers > 0)()
+
+
+def joined(num_workers: int) -> dict[str, Any]:
+    """Several loaders, some cycled; an iterable data set keeps its number of workers."""
+    makes = {
+        "subset": of(lambda: Subset(HoldingDataset(40), range(4, 28)), shuffle=True),
+        "short": of(lambda: NoisyDataset(12), shuffle=True),
+        "unsized": of(lambda: HoldingDataset(24), Unsized, shuffle=True),
+    }
+    return {**{name: make(num_workers=num_workers) for name, make in makes.items()}, "fixed": of(Squares)()}
+
+
+ROWS: dict[str, Make] = {
+    "joined": joined,
+    "persistent": persistent,
+    "functions": of(lambda: LazyDataset(has_attribute=True), shuffle=True, collate_fn=NoisyCollate()),
+    "batches": of(BatchesDataset, batch_size=None, sampler=PythonShuffle(8)),
+    "whole batches fetched": of(lambda: ManyAtOnceDataset(24), shuffle=True),
+    "own sampler": of(lambda: NoisyDataset(24), sampler=InterruptibleSampler(range(24))),
+}
+
+
+class Changing:
+    """A training whose starts have one number of workers after the other."""
+
+    def __init__(self, make: Make, *, place: str = "train", worker_rng: str = "per_sample") -> None:
+        self.num_workers = 0
+        makes = {"train": of(lambda: NoisyDataset(24)), "validation": of(lambda: HoldingDataset(8)), place: make}
+        loaders: Any = {name: partial(self.make, each) for name, each in makes.items()}
+        options = {"worker_rng": worker_rng}
+        self.group = Group(rows=(Row(name="other workers", options=options, only_with=True, **loaders),))
+
+    def make(self, make: Make) -> Any:
+        """Return a loader with the number of workers of this start."""
+        return make(num_workers=self.num_workers)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_other_workers(name: str, tmp_path: Path) -> None:
+    """Started with 0, 2, and 3 workers, in training and validation, a run equals that with any one number."""
+    changing = Changing(ROWS[name])
+    whole = whole_run(changing.group, tmp_path / "whole")
+    training = Training(group=changing.group, root=tmp_path / "cut")
+    cuts = [Cut(at=(0, 3)), Cut(at=(0, 5), hook="validation"), Cut(at=(1, 2), by=signal.SIGTERM), None]
+    end = 0
+    for number, (cut, num_workers) in enumerate(zip(cuts, (0, 2, 3, 0), strict=True)):
+        changing.num_workers = num_workers
+        start = training.start(cut)
+        assert start.codes == [cut.exit_code if cut else 0], start.output
+        [(begin, until)] = assert_same(whole, start, name=f"start {number}")
+        assert begin <= end, f"start {number} leaves out events {end} to {begin}"
+        end = until
+    assert end == len(whole[0])
+
+
+REFUSED: dict[str, tuple[str, Make, str]] = {
+    "captured": ("train", of(Quiet, shuffle=True), "capture"),
+    "drawing sampler": ("train", of(lambda: Quiet(24), sampler=DrawingSampler(24)), "per_sample"),
+    "iterable": ("validation", of(Squares), "per_sample"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_workers_are_refused(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """What other workers would change is refused, also in validation."""
+    place, make, worker_rng = REFUSED[name]
+    changing = Changing(make, place=place, worker_rng=worker_rng)
+    training = Training(group=changing.group, root=tmp_path)
+    assert training.start(Cut(at=(0, 3))).codes == [-signal.SIGKILL]
+    changing.num_workers = 2
+    start = training.start()
+    assert start.codes == [1], start.output
+    assert refusal(start.output, tmp_path) == snapshot
+
+
+def test_epochs_and_loaders_draw_different_numbers(tmp_path: Path) -> None:
+    """No two batches of a run draw the same numbers: not in one epoch, not in another, not in validation."""
+    changing = Changing(of(Drawn))
+    [events] = whole_run(changing.group, tmp_path)
+    contents = [each["content"] for each in events if each["kind"] in ("batch", "evaluated")]
+    assert len(set(contents)) == len(contents) == 2 * (6 + 2)
+
+
+class Drawn(Quiet):
+    """Its samples are what they draw."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(4)
