@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,3 +95,28 @@ class Cuts(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
         self.strike(trainer, "epoch end")
+
+
+class At(Callback):
+    """Does something before some batches; it has no state."""
+
+    def __init__(self, actions: dict[tuple[int, int], Callable[[], object]]) -> None:
+        self.actions = actions
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.actions.get((trainer.current_epoch, batch_idx), lambda: None)()
+
+
+def on_sync(strike: Callable[[bool], object]) -> Callable[[], None]:
+    """Return what lets `strike` come before each ``fsync`` of a process; it gets whether a thread writes."""
+
+    def before() -> None:
+        sync = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            strike(threading.current_thread() is not threading.main_thread())
+            sync(descriptor)
+
+        os.fsync = fsync
+
+    return before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable, Sequence
@@ -102,6 +103,16 @@ class Training:
         start = Start(codes=codes, events=[read(path) for path in paths], output="\n".join(printed))
         self.starts.append(start)
         return start
+
+    def said(self, *words: str) -> str:
+        """Return the lines of all starts with one of these words, without what differs from run to run."""
+        lines = [line for start in self.starts for line in start.output.splitlines()]
+        return self.told("\n".join(line for line in lines if any(word in line for word in words)))
+
+    def told(self, text: str) -> str:
+        """Return a text with names for paths, durations, and the command."""
+        text = re.sub(r"\b\d+(\.\d+)? (ms|s|min|seconds?)\b", "SOME s", plain(text, DIR=self.root))
+        return re.sub(r"(type: |-- )(\S*python|python) .*", r"\1COMMAND", text)
 
     def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
         """Do in this process what one rank does, and write its events."""

@@ -1,16 +1,18 @@
-"""What the callback leaves behind: nothing on loaders, no replaced loader, and no worker."""
+"""What the callback leaves behind: nothing on any object, no handler, no replaced loader, and no worker."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import multiprocessing
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -102,3 +104,50 @@ def test_workers_end_with_the_fit(module: type[Net], is_persistent: bool, tmp_pa
     assert multiprocessing.active_children() == []
     gc.collect()
     assert [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)] == []
+
+
+def ours(value: Any, seen: set[int], depth: int = 0) -> list[str]:
+    """Return the types of this package that are reachable from an object's attributes; the callback is the user's."""
+    if id(value) in seen or depth > 6 or isinstance(value, FaultTolerance):
+        return []
+    seen.add(id(value))
+    found = [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("lightning_faulttolerant")]
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        children = list(value)
+    else:
+        children = list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
+    return found + [name for child in children for name in ours(child, seen, depth + 1)]
+
+
+class Fails(Callback):
+    """Raises after the first batch."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -> None:
+    """After a fit, even a failed one, loaders, data set, module, trainer, and signal handlers are as before."""
+    loader = rows_of(24, num_workers=num_workers)()
+    validation = CombinedLoader([rows_of(8, shuffle=False)()], "sequential")
+    [inner] = validation.flattened
+    children = set(multiprocessing.active_children())
+
+    def state() -> Any:
+        handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+        return dict(vars(loader)), dict(vars(inner)), dict(vars(loader.dataset)), handlers
+
+    before, module = state(), Net()
+    own = [FaultTolerance(tmp_path, every_n_train_steps=1), *([Fails()] if fails else [])]
+    trainer = Trainer(callbacks=own, default_root_dir=tmp_path, max_epochs=1, logger=False, **QUIET)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        trainer.fit(module, loader, validation)
+    assert validation.flattened == [inner]
+    assert state() == before
+    for thing in (loader, validation, loader.dataset, module, trainer):
+        assert ours(thing, set()) == []
+    assert set(multiprocessing.active_children()) <= children

@@ -117,7 +117,9 @@ def begin_of(whole: list[Event], call: Call) -> int:
 def is_quiet(row: Row) -> bool:
     """Return whether a row has no module, whose code would come after the save, and each epoch is a plain one."""
     lengths = {"max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches"}
-    return row.module is None and row.repeats == 1 and not row.validation and not row.trainer.keys() & lengths
+    # Objects in a file of the user's are refused: rows that have them can't meet a finder, either.
+    is_plain = row.module is None and row.repeats == 1 and not row.validation and not row.trainer.keys() & lengths
+    return is_plain and "finder" not in row.takes
 
 
 def continues_from(group: Group) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from tests.emulators import EMULATORS, WARNING
-from tests.laws.cuts import Cut
+from tests.laws.cuts import At, Cut, on_sync
 from tests.laws.events import Broken
 from tests.laws.rows import Group, Net, Row, rows_of
 from tests.laws.runs import Training, assert_continues, whole_run
@@ -94,31 +93,15 @@ def test_in_each_store(emulated: Callable[[str], str], name: str, tmp_path: Path
 # A disk that is full for a while.
 
 
-class At(Callback):
-    """Does something before some batches; it has no state."""
-
-    def __init__(self, actions: dict[tuple[int, int], Callable[[], object]]) -> None:
-        self.actions = actions
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self.actions.get((trainer.current_epoch, batch_idx), lambda: None)()
-
-
 def fill(training: Training, first: tuple[int, int], last: tuple[int, int]) -> None:
     """Let the disk of a training be full from one batch to another."""
     mark = training.root / "full"
 
-    def before() -> None:
-        sync = os.fsync
+    def strike(in_background: bool) -> None:
+        if mark.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def fsync(descriptor: int) -> None:
-            if mark.exists():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            sync(descriptor)
-
-        os.fsync = fsync
-
-    training.before = before
+    training.before = on_sync(strike)
     actions = {first: mark.touch, last: lambda: mark.unlink(missing_ok=True)}
     training.more = lambda: [At(actions)]
 

@@ -1,0 +1,204 @@
+"""What can't be exact is refused with its reason; with ``strict=False`` it has the right steps, and is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from syrupy.assertion import SnapshotAssertion
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_faulttolerant import FaultTolerance
+from tests.laws.cuts import Cut
+from tests.laws.data_sets import CountingSampler, NoisyDataset, Unsized
+from tests.laws.rows import Group, Net, Row, rows_of
+from tests.laws.runs import Start, Training
+
+
+class FromTheSystem(Sampler[int]):
+    """Shuffles by numbers from the operating system, which can't be restored."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(32), key=lambda _: os.urandom(8)))
+
+
+class Indices(list[int]):
+    """A batch of indices that a checkpoint can't contain."""
+
+
+class Batches(Sampler[list[int]]):
+    """Yields such batches in an order from the operating system."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        order = iter(FromTheSystem())
+        return iter([Indices(next(order) for _ in range(4)) for _ in range(8)])
+
+
+def sampled(sampler: Callable[[], Any], kind: type[Any] = DataLoader, **arguments: Any) -> Callable[[], Any]:
+    """Return what makes a loader with a sampler."""
+    return lambda: kind(NoisyDataset(), batch_size=4, sampler=sampler(), **arguments)
+
+
+def already_iterated() -> Any:
+    """Return a loader that holds an iterator and its workers."""
+    loader = rows_of(32, shuffle=False, num_workers=2, persistent_workers=True)()
+    list(loader)
+    return loader
+
+
+EARLY, LATE = Cut(at=(0, 3)), Cut(at=(1, 5))
+out_of_order = rows_of(32, shuffle=False, num_workers=2, in_order=False)
+unsized = lambda: Unsized(NoisyDataset(), batch_size=4, in_order=False)  # noqa: E731
+from_the_system = sampled(FromTheSystem, num_workers=2)
+batches = lambda: DataLoader(NoisyDataset(), batch_sampler=Batches(), num_workers=2)  # noqa: E731
+two, three, none = (rows_of(32, num_workers=number) for number in (2, 3, 0))
+slow = pytest.mark.slow
+# The loaders of the two starts, and where the first one ends.
+LOADERS = [
+    pytest.param(out_of_order, out_of_order, LATE, id="out of order"),
+    pytest.param(already_iterated, already_iterated, EARLY, id="already iterated"),
+    pytest.param(unsized, unsized, LATE, id="out of order, without a length"),
+    pytest.param(sampled(CountingSampler), sampled(CountingSampler), LATE, id="state that is hidden"),
+    pytest.param(
+        sampled(CountingSampler, Unsized), sampled(CountingSampler, Unsized), LATE, id="state, unsized", marks=slow
+    ),
+    pytest.param(from_the_system, from_the_system, LATE, id="from the system", marks=slow),
+    pytest.param(from_the_system, from_the_system, EARLY, id="from the system, early"),
+    pytest.param(batches, batches, LATE, id="batches from the system", marks=slow),
+    pytest.param(batches, batches, EARLY, id="batches from the system, early", marks=slow),
+    pytest.param(two, three, EARLY, id="more workers"),
+    pytest.param(two, none, LATE, id="no workers", marks=slow),
+]
+
+
+def reports(trainer: Trainer, module: LightningModule, group: Group) -> None:
+    """Fit, and print the report of the resume."""
+    trainer.fit(module, **group.data())
+    [ours] = [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
+    print("REPORT", ours.resume_report)
+
+
+def steps(*starts: Start) -> list[tuple[str, int, int | None]]:
+    """Return the trained batches and the validation runs of some starts, in order."""
+    kinds = ("trained", "evaluation end")
+    events = [event for start in starts for event in start.events[0] if event["kind"] in kinds]
+    return [(each["kind"], each["epoch"], each.get("batch")) for each in events]
+
+
+@pytest.mark.parametrize(("first", "then", "cut"), LOADERS)
+def test_loader_that_cannot_be_followed(
+    first: Callable[[], Any], then: Callable[[], Any], cut: Cut, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    """It is refused; if not strict, consumed batches are skipped, and the report names what is not exact once."""
+    limits = Row(
+        name="limits", trainer={"val_check_interval": 3, "check_val_every_n_epoch": None},
+        warns=(".*number of training batches", "Your `val_dataloader`"),
+    )  # fmt: skip
+    group, later = (Group(rows=(Row(name="loader", train=train), limits)) for train in (first, then))
+    strict = Training(group=group, root=tmp_path / "strict")
+    if strict.start(cut).codes == [cut.exit_code]:
+        strict.group = later
+        strict.start(cut)
+    assert strict.starts[-1].codes == [1], strict.starts[-1].output
+    assert steps(strict.starts[-1]) == []
+    error = re.split(r"\w+Error: ", strict.starts[-1].output)[-1]
+
+    whole = Training(group=group, root=tmp_path / "whole")
+    assert whole.start(strict=False).codes == [0], whole.starts[0].output
+    training = Training(group=group, root=tmp_path / "cut", stage=reports)
+    assert training.start(cut, strict=False).codes == [-signal.SIGKILL]
+    training.group = later
+    last = training.start(strict=False)
+    assert last.codes == [0], last.output
+    assert steps(*training.starts) == steps(*whole.starts)
+    report = last.output.rpartition("REPORT ")[2]
+    [reason] = [line for line in report.splitlines() if "NOT EXACT " in line]
+    assert "\n".join([strict.told(error), training.told(report.splitlines()[0]), training.told(reason)]) == snapshot
+
+
+def is_there() -> bool:
+    """Return whether the list of this process exists; rank 1 alone loses it, if there are several."""
+    return not Path("lost").exists() or os.environ.get("RANK", "1") == "0"
+
+
+class Counts(Net):
+    """Counts its batches in a list, if it has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if is_there():
+            self.counts = [0]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if hasattr(self, "counts"):
+            self.counts[0] += 1
+        return super().loss(batch)
+
+
+class Seen(NoisyDataset):
+    """Counts what it has loaded, if it can."""
+
+    def __init__(self) -> None:
+        super().__init__(40)
+        if is_there():
+            self.seen = [0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        if hasattr(self, "seen"):
+            self.seen[0] += 1
+        return super().__getitem__(index)
+
+
+def validating(num_workers: int = 0) -> Callable[[], Any]:
+    """Return what makes a loader of ten batches."""
+    data = Seen if num_workers else lambda: NoisyDataset(40)
+    return lambda: DataLoader(data(), batch_size=4, num_workers=num_workers)
+
+
+IN_FIT = [Cut(at=(0, 3)), Cut(at=(0, 5)), Cut(at=(1, 2))]
+IN_VALIDATION = [Cut(at=(0, 0), hook="validation", inside=(0, batch)) for batch in (3, 6, 8)]
+OFTEN = Row(name="often", options={"train_time_interval": timedelta(microseconds=1), "every_n_train_steps": None})
+LONG = Row(name="long", train=rows_of(48))
+COUNTS = Row(
+    name="counts", module=Counts, warns=("Using `DistributedSampler` with", "It is recommended to use `self.log")
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "cuts", "num_ranks"),
+    [
+        pytest.param("fit", (COUNTS,), IN_FIT, 1, id="fit"),
+        pytest.param(
+            "validate", (COUNTS, OFTEN, Row(name="ten", validation=validating())), IN_VALIDATION, 1, id="validate"
+        ),
+        pytest.param("validate", (OFTEN, Row(name="ten", validation=validating(1))), IN_VALIDATION, 1, id="worker"),
+        pytest.param("fit", (COUNTS, LONG), IN_FIT, 2, id="fit on two ranks", marks=slow),
+    ],
+)
+def test_what_was_lost_is_told_by_each_later_start(
+    function: str, rows: tuple[Row, ...], cuts: list[Cut], num_ranks: int, tmp_path: Path, snapshot: SnapshotAssertion
+) -> None:
+    """Each says since when the run is not exact, once, also if only another rank or a worker has lost something."""
+    training = Training(group=Group(rows=rows), root=tmp_path, stage=function, num_ranks=num_ranks)
+    training.before = lambda: torch.manual_seed(1)  # a validation goes on with the same weights only
+    training.start(cuts[0])
+    (tmp_path / "lost").touch()
+    training.start(cuts[1], strict=False)
+    training.start(cuts[2])
+    assert training.start().codes == [0] * num_ranks, training.starts[-1].output
+    assert training.said("Resumed", "EXACT", "A worker") == snapshot
