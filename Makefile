@@ -143,11 +143,10 @@ TRIAL ?=
 soak: $(NEWEST)  ## train random features, struck at random moments, for HOURS; keep what fails in soak-failures/
 	$(BIN)/python -m tests.laws.soak --hours $(HOURS) $(if $(TRIAL),--trial $(TRIAL))
 
-# Only the tests that need Lightning, and one case of each law (tests/harness/oldest.py): `make test` runs the
-# others with the same torch.
-OLDEST_TESTS := laws law trainer examples cli/test_inspection.py loader/test_resumable.py test_law_basic.py test_docs.py test_package.py
+# Only the tests that need Lightning: `make test` runs the others with the same torch.
+OLDEST_TESTS := laws trainer examples cli/test_inspection.py loader/test_resumable.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
-	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest --part $(PART) $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
+	.venv-oldest/bin/$(SUITE) -m "not slow" --part $(PART) $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
 libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
 

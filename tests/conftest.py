@@ -22,9 +22,8 @@ import torch
 
 from lightning_faulttolerant.state.objects.walk import users_namespaces
 from tests.emulators import EMULATORS, WARNING, use_clients
-from tests.harness import durations, oldest
+from tests.harness import durations
 from tests.harness.servers import server
-from tests.harness.shared_runs import SharedRuns, share
 from tests.s3 import CREDENTIALS, client, start_server
 
 torch.set_num_threads(1)
@@ -43,9 +42,7 @@ _PART_BYTES = 5 * 1024 * 1024
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of `make quick` and `make faults`."""
     parser.addoption("--one-of-each-law", action="store_true", help="only the first fast case of each law")
-    parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
-    parser.addoption("--share", default="0/1", help="only every so manieth test: 2/6 is the third of each six")
-    parser.addoption("--part", default="0/1", help="only this part of the tests: 2/6 is the third of six")
+    parser.addoption("--part", default="0/1", help="only every so manieth test of a file: 2/6 is the third of each six")
     parser.addoption(
         "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
     )
@@ -54,22 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests among the cases of each law; if requested, keep only one case per file."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if _is_law(item) and item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for same in cases.values():
-        for number, item in enumerate(same):
-            if _is_slow(number, len(same)):
-                item.add_marker(pytest.mark.slow)
+    """Keep the requested part, or one case of each test."""
     assert_slow_tests_are_found(items)
     part, num_parts = map(int, config.getoption("--part").split("/"))
-    if config.getoption("--on-oldest"):
-        items[:] = oldest.select(items)
-    items[:] = [item for item in items if _part(item, num_parts) == part]
-    share, num_shares = map(int, config.getoption("--share").split("/"))
-    items[:] = items[share::num_shares]
+    if items:
+        first = zlib.crc32(items[0].path.name.encode())  # a file of few tests has them in any part
+        items[:] = [item for number, item in enumerate(items) if (first + number) % num_parts == part]
     if config.getoption("--one-of-each-law"):
         fast = [item for item in reversed(items) if item.get_closest_marker("slow") is None]
         items[:] = {item.nodeid.partition("[")[0]: item for item in fast}.values()  # the first of each is kept
@@ -83,24 +70,6 @@ def assert_slow_tests_are_found(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"These files seem to have no slow tests, but have: {', '.join(lost)}. See {_SIGNS}.")
 
 
-def _part(item: pytest.Item, num_parts: int) -> int:
-    return zlib.crc32(item.nodeid.encode()) % num_parts
-
-
-def _is_law(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(durations.LAWS)
-
-
-def _is_slow(number: int, count: int) -> bool:
-    """Return whether this case of a law is a slow test: one of three cases, half of four, three quarters of eight.
-
-    With two parameters of two values each, both values of both are kept.
-    """
-    if count < 4:
-        return count == 3 and number == 1
-    return number.bit_count() % 2 == 1 or (count >= 8 and (number >> 1).bit_count() % 2 == 1)
-
-
 def pytest_collection_finish() -> None:
     """Keep forked processes from copying pages: of shared objects by garbage collection, of modules by a search."""
     users_namespaces({})  # looks at all modules, and again only after an import
@@ -108,20 +77,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def _shared_runs() -> Iterator[SharedRuns]:
-    """Let cases share the uninterrupted runs."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield share(monkeypatch)
-
-
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Remove environment variables that affect a test, and keep runs with patched code from being shared."""
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove environment variables that affect a test."""
     for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_"))]:
         monkeypatch.delenv(name)
-    if _is_law(request.node):
-        request.getfixturevalue("_shared_runs").is_patched = lambda: bool(monkeypatch._setattr)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 RECORDED = Path(__file__).parent.parent / "durations.json"
-LAWS = "tests/law/"
-_SIGNS_OF_SLOW_TESTS = ("slow", "any_url", "remote_url", "object_states")
-"""The mark, fixtures that have it for some stores, and the module that has it for some faults."""
+_SIGNS_OF_SLOW_TESTS = ("slow", "any_url", "remote_url")
+"""The mark, and fixtures that have it for some stores."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,10 +92,10 @@ def record(reports: Mapping[str, Report], kind: str) -> None:
 def may_have_slow_tests(file: Path) -> bool:
     """Return whether a file can have slow tests. To start pytest only to find none takes 0.15 s of processor time.
 
-    tests/conftest.py marks some cases of laws, and refuses a slow test in a file for which this returns False.
+    tests/conftest.py refuses a slow test in a file for which this returns False.
     """
     text = file.read_text()
-    return LAWS in file.as_posix() or any(sign in text for sign in _SIGNS_OF_SLOW_TESTS)
+    return any(sign in text for sign in _SIGNS_OF_SLOW_TESTS)
 
 
 def _recorded() -> dict[str, dict[str, Any]]:

@@ -197,8 +197,13 @@ def describe(outcomes: dict[str, int]) -> str:
     return ", ".join(counts) or "no tests ran"
 
 
-def find_files(paths: list[str]) -> dict[str, list[str]]:
-    """Return the test files below these paths, each with the arguments that select its tests."""
+def find_files(paths: list[str], *, are_shared: bool = True) -> dict[str, list[str]]:
+    """Return the test files below these paths, each with the arguments that select its tests.
+
+    Args:
+        paths: Files, directories, and tests.
+        are_shared: Whether several processes share a long file.
+    """
     files: dict[str, list[str]] = {}
     for argument in paths or ["tests"]:
         path = ROOT / argument.partition("::")[0]
@@ -209,7 +214,8 @@ def find_files(paths: list[str]) -> dict[str, list[str]]:
             files |= {str(file.relative_to(ROOT)): [str(file.relative_to(ROOT))] for file in found}
         else:
             files.setdefault(str(path.relative_to(ROOT)), []).append(argument)
-    return {name: found for file, arguments in files.items() for name, found in _shares(file, arguments).items()}
+    shares = [_shares(file, arguments) if are_shared else {file: arguments} for file, arguments in files.items()]
+    return {name: found for each in shares for name, found in each.items()}
 
 
 def _shares(file: str, arguments: list[str]) -> dict[str, list[str]]:
@@ -217,7 +223,7 @@ def _shares(file: str, arguments: list[str]) -> dict[str, list[str]]:
     num_shares = SHARED.get(file, 1) if arguments == [file] else 1
     if num_shares == 1:
         return {file: arguments}
-    return {f"{file} {i + 1}/{num_shares}": [file, f"--share={i}/{num_shares}"] for i in range(num_shares)}
+    return {f"{file} {i + 1}/{num_shares}": [file, f"--part={i}/{num_shares}"] for i in range(num_shares)}
 
 
 @contextlib.contextmanager
@@ -246,7 +252,7 @@ def main() -> int:
     paths = [argument for argument in rest if Path(argument).parts[:1] == ("tests",)]
     options = [argument for argument in rest if argument not in paths]
     options += ["-m", arguments.mark] if arguments.mark else []
-    files = find_files(paths)
+    files = find_files(paths, are_shared="--part" not in rest)
     kind = "slow" if arguments.mark == "slow" else "fast"
     if kind == "slow":
         files = {file: found for file, found in files.items() if durations.may_have_slow_tests(ROOT / file.split()[0])}

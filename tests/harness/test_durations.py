@@ -58,7 +58,6 @@ class Item:
         ("test_a.py", "def test_a(): pass", False),
         ("test_a.py", "@pytest.mark.slow\ndef test_a(): pass", True),
         ("test_a.py", "def test_a(any_url): pass", True),
-        ("tests/law/test_a.py", "def test_a(): pass", True),
     ],
 )
 def test_files_without_slow_tests_are_left_out(name: str, text: str, may_have: bool, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_gathered_by_file() -> None:
     one, other = "tests/test_layers.py::test_the_package_passes", "tests/test_layers.py::test_another"
     assert find_files([one, other]) == {"tests/test_layers.py": [one, other]}
     assert "tests/harness/test_run.py" in find_files(["tests/harness"])
-    assert find_files(["tests/laws/test_resume.py"])["tests/laws/test_resume.py 2/4"][1:] == ["--share=1/4"]
+    assert find_files(["tests/laws/test_resume.py"])["tests/laws/test_resume.py 2/4"][1:] == ["--part=1/4"]
     with pytest.raises(SystemExit, match="There is no tests/nothing"):
         find_files(["tests/nothing"])
 
