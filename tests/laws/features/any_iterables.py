@@ -180,7 +180,7 @@ def endless() -> Iterator[Tensor]:
 
 
 add("endless", part="loaders", shows="content", train=endless, apart="ahead", trainer={"limit_train_batches": 6})
-add("iterables for validation", validation=lambda: [Batches(), Slice()], trainer={"val_check_interval": 3})
+add("iterable for validation", validation=Slice, trainer={"val_check_interval": 3})
 
 
 # One object in two places.

@@ -92,7 +92,10 @@ def functions_that_draw() -> DataLoader[Tensor]:
 # A part of the batches.
 
 carried(
-    "half of the batches", lambda: DataLoader(HoldingDataset(48), 4, shuffle=True), trainer={"limit_train_batches": 0.5}
+    "half of the batches",
+    lambda: DataLoader(HoldingDataset(48), 4, shuffle=True),
+    trainer={"limit_train_batches": 0.5},
+    alone=True,
 )
 carried(
     "6 batches of a loader without a length",
@@ -100,7 +103,7 @@ carried(
     trainer={"limit_train_batches": 6},
     apart="ahead",
 )
-carried("overfit", lambda: DataLoader(HoldingDataset(48), 4), trainer={"overfit_batches": 6})
+carried("overfit", lambda: DataLoader(HoldingDataset(48), 4), trainer={"overfit_batches": 6}, alone=True)
 add(
     "part of the validation",
     part="loaders",
