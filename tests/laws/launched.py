@@ -52,15 +52,15 @@ class OfRank(Events):
 
 
 class KillOnce(Callback):
-    """Kills rank 1 in the second epoch, unless that was done before."""
+    """Kills rank 1 in the second epoch, or stops it, unless that was done before."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, mark: Path, signum: int = signal.SIGKILL) -> None:
+        self.mark, self.signum = mark, signum
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if (trainer.global_step, trainer.global_rank) == (8, 1) and not self.mark.exists():
             self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signum)
 
 
 def seed(number: int) -> None:
@@ -150,4 +150,4 @@ class Agent:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     root = Path(given["directory"])
-    train(root, KillOnce(root / "killed"), strategy=given["strategy"])
+    train(root, KillOnce(root / "killed", given["signum"]), strategy=given["strategy"])

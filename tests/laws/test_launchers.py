@@ -59,10 +59,10 @@ def assert_continued(whole: Path, directory: Path, output: str, *, num_starts: i
     assert left == ["history.jsonl"]
 
 
-def command(directory: Path, *launcher: str, strategy: str = "ddp") -> tuple[int, str]:
+def command(directory: Path, *launcher: str, strategy: str = "ddp", signum: int = signal.SIGKILL) -> tuple[int, str]:
     """Run the script by a command, with a shell's environment; return its exit code and output."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
-    arguments = json.dumps({"directory": str(directory), "strategy": strategy})
+    arguments = json.dumps({"directory": str(directory), "strategy": strategy, "signum": signum})
     process = subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "tests/laws/launched.py"), arguments],
         env={**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -82,11 +82,15 @@ def command(directory: Path, *launcher: str, strategy: str = "ddp") -> tuple[int
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # each process of a command imports everything
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ddp, stopped"])
 def test_ranks_of_a_command(strategy: str, whole: Path, tmp_path: Path) -> None:
-    """Under ``python train.py``, whose ranks Lightning starts as commands, spawns, or forks, a killed run continues."""
-    code, output = command(tmp_path, strategy=strategy)
-    assert code, output
+    """Under ``python train.py``, whose ranks Lightning starts as commands, spawns, or forks, a cut run continues.
+
+    A signal to one rank stops all, and the command has its exit code.
+    """
+    strategy, _, stopped = strategy.partition(", ")
+    code, output = command(tmp_path, strategy=strategy, signum=signal.SIGTERM if stopped else signal.SIGKILL)
+    assert (code == 143) if stopped else code, output
     code, output = command(tmp_path, strategy=strategy)
     assert code == 0, output
     assert_continued(whole, tmp_path, output)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.strategies.launchers import subprocess_script
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
@@ -44,7 +47,7 @@ from lightning_faulttolerant.trainer.identity import compat as identity
 from lightning_faulttolerant.trainer.ranks import compat as ranks
 from lightning_faulttolerant.trainer.steps import compat as steps
 from tests.ranks import on_ranks
-from tests.runs import Net, fit_net, make_trainer
+from tests.runs import Net, fit_net
 
 # Names inside a validation run are gone after it.
 IN_A_RUN = {"_data_fetcher", "_combined_loader", "_iterator", "_iterator_idx", "_idx", "_load_current_iterator"}
@@ -195,6 +198,7 @@ def test_further_names_exist(trainer: Trainer, inside: Inside) -> None:
     assert all(hasattr(value, name) for name in (*ON_VALUES, "has_reset", "update_count", "is_tensor"))
     others: list[tuple[Any, tuple[str, ...]]] = [
         (value.meta, ("_sync",)),
+        (compat.connectors, ("_OMEGACONF_AVAILABLE",)),
         (ModelCheckpoint, ("_find_last_checkpoints",)),
         (BatchSizeFinder(), ("_early_exit",)),
         (LearningRateFinder(), ("_early_exit",)),
@@ -280,28 +284,21 @@ def test_no_name_escapes_the_contract(module: ModuleType) -> None:
     assert {name for name in used if name.startswith("_") and not name.startswith("__")} - checked == set()
 
 
-def test_dump_imports_no_omegaconf(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dump leaves out this import, which takes longer than the rest of a start, and Lightning's own dumps have it."""
-    before = compat.connectors._OMEGACONF_AVAILABLE
-    with monkeypatch.context() as patched:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "omegaconf"]:
-            patched.delitem(sys.modules, name)
-        compat.dump_checkpoint(trainer)
-        assert "omegaconf" not in sys.modules
-    assert compat.connectors._OMEGACONF_AVAILABLE is before
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (ModelParallelStrategy(), True),
-        (ModelParallelStrategy(save_distributed_checkpoint=False), False),
-        (FSDPStrategy(state_dict_type="sharded"), True),
-        (FSDPStrategy(), False),
-    ],
-    ids=["fsdp2", "fsdp2-file", "fsdp1", "fsdp1-file"],
-)
-def test_who_saves_shards(strategy: object, expected: bool) -> None:
-    """A strategy is known to write a directory exactly if it does; a sole rank has no environment of a cluster."""
-    assert ranks.saves_shards(strategy) == expected
-    ranks.cluster_environment(make_trainer([], Path("unused")))
+def test_observer_that_is_called_off_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it is called off, a launcher's process that has ended with an error no longer kills this one."""
+    killed: list[bool] = []
+    kind = subprocess_script._ChildProcessObserver
+    looks = threading.Event()
+    monkeypatch.setattr(subprocess_script, "time", SimpleNamespace(sleep=lambda seconds: looks.wait(20)))
+    process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(143)"])
+    process.wait()
+    for is_called_off in (True, False):
+        monkeypatch.setattr(kind, "_terminate_all", lambda self, number=is_called_off: killed.append(number))
+        looks.clear()
+        subprocess_script._launch_process_observer([process])
+        if is_called_off:
+            ranks.call_off_observers()
+        [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+        looks.set()
+        observer.join()
+    assert killed == [False]

@@ -20,21 +20,15 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import fork_and_run
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
-from tests.processes import Script, run
-from tests.runs import Net, fit_net
+from tests.processes import Script
+from tests.runs import fit_net
 
-BARS: dict[str, Callable[[], list[Callback]]] = {
-    "rich": lambda: [RichProgressBar()],
-    "tqdm": lambda: [TQDMProgressBar()],
-    "none": list,
-}
 ROWS, COLUMNS = 200, 120
 OURS = ("Resumed exactly", "A kill repeats at most", "Stopped by")
 
@@ -83,14 +77,14 @@ def in_terminal(main: Callable[[], Any]) -> tuple[int, list[str]]:
     return os.waitstatus_to_exitcode(status), screen.lines
 
 
-@pytest.mark.parametrize("bar", ["rich", "tqdm", pytest.param("none", marks=pytest.mark.slow)])
-def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_our_lines_stand_alone_beside_a_progress_bar(bar: type[Callback], tmp_path: Path) -> None:
     """In a terminal each of our lines starts at the left edge and stands alone, whichever bar is drawn around it."""
 
     def main(*faults: Callback) -> None:
         sys.argv = ["script.py"]
-        callbacks = [FaultTolerance(run_id="terminal", every_n_train_steps=1), *BARS[bar](), *faults]
-        fit_net(callbacks, tmp_path, enable_progress_bar=bar != "none", max_epochs=1)
+        callbacks = [FaultTolerance(run_id="terminal", every_n_train_steps=1), bar(), *faults]
+        fit_net(callbacks, tmp_path, enable_progress_bar=True, max_epochs=1)
 
     code, stopped = in_terminal(lambda: main(KillAt(3, signum=signal.SIGTERM)))
     assert code == 143, stopped
@@ -112,44 +106,10 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
         f"over instead, type: lightning-faulttolerant discard {saved}",
         most,
     ]
-    assert bar == "none" or any("Epoch 0" in line for line in lines)
+    assert any("Epoch 0" in line for line in lines)
 
 
-class Numbered(Net):
-    """Has the number of its start among its hyperparameters."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_a_start_says_three_lines_at_most_and_a_stop_one(is_exact: bool, tmp_path: Path) -> None:
-    """Lightning's own lines aside, a start is a line, a resume two or three, and a stop one; no path comes twice."""
-
-    def main(name: str, number: int, *faults: Callback) -> None:
-        ours = [FaultTolerance(run_id="lines", every_n_train_steps=1, strict=False)] if name == "ours" else []
-        module = Numbered(0 if is_exact else number)
-        fit_net([*ours, *faults], tmp_path / name, module=module, max_epochs=1, logger=CSVLogger(tmp_path / name))
-
-    of_lightning = set(run(lambda: main("plain", 0)).output.splitlines())
-
-    def lines(number: int, *faults: Callback) -> list[str]:
-        printed = run(lambda: main("ours", number, *faults)).output.splitlines()
-        return [line for line in printed if line not in of_lightning and not line.startswith("Restored all states")]
-
-    most, stopped = lines(0, KillAt(3, signum=signal.SIGTERM))
-    assert stopped.startswith("Stopped by SIGTERM before batch 4 of epoch 0. The state before batch 4 of epoch 0 is ")
-    resumed, *not_exact, again = lines(1)
-    assert resumed.startswith(f"Resumed {'exactly' if is_exact else 'NOT EXACTLY'} before batch 4 of epoch 0, ")
-    differs = "  NOT EXACT hyperparameters.start: 0 when it was saved, 1 now"
-    assert not_exact == ([] if is_exact else [differs])
-    assert most == again == "A kill repeats at most 1 step of training; every_n_train_steps changes that."
-    assert resumed.count(f"{tmp_path}/ours/fault_tolerance/lines/fit-1/") == 1
-
-
-@pytest.mark.parametrize("to_group", [False, True])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("signum", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group: bool, tmp_path: Path) -> None:
     """With persistent workers that get the signal too, a stop is one line."""
 

@@ -51,19 +51,11 @@ def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
     loop = {_MOVED.get(name, name): value for name, value in checkpoint["loops"]["fit_loop"].items()}
     loop["epoch_loop.batch_loop.state_dict"] = {}
     loop["epoch_loop.batch_loop.optimizer_loop.optim_progress"]["optimizer_position"] = 1
-    loop["epoch_loop.val_loop.dataloader_progress"] = {
-        "total": {"ready": 0, "completed": 0},
-        "current": {"ready": 0, "completed": 0},
-    }
+    nothing = {"ready": 0, "completed": 0}
+    loop["epoch_loop.val_loop.dataloader_progress"] = {"total": nothing, "current": nothing}
     rng_states = {"torch": torch.get_rng_state(), "python": [3, list(range(625)), None]}
-    worker = {
-        "dataset_state": {0: {"rng_states": rng_states}},
-        "sampler_state": {0: {"current_iteration": 12}},
-        "worker_id": 0,
-        "num_workers": 0,
-        "num_batches_fetched": NUM_STEPS,
-        "name": None,
-    }
+    worker = {"dataset_state": {0: {"rng_states": rng_states}}, "num_workers": 0, "num_batches_fetched": NUM_STEPS}
+    worker["sampler_state"] = {0: {"current_iteration": 12}}
     state = {"state": {0: worker}, "latest_worker_id": 0, "represent_map_dataset": True}
     loop["epoch_loop.state_dict"]["dataloader_state_dict"] = {0: state}
     loop["epoch_loop._results"] = {"training": True, "batch": None, "batch_size": 4, "device": "cpu", "items": {}}
@@ -102,12 +94,6 @@ def test_one_with_objects_is_refused_with_what_allows_it(tmp_path: Path) -> None
     allowed = [AtomicCheckpointIO(weights_only=False)]
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
         fit_net([FaultTolerance(run_id="refused")], tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1)
-    trainer = fit_net(
-        [FaultTolerance(run_id="allowed")],
-        tmp_path,
-        ckpt_path=path,
-        limit_val_batches=0,
-        max_epochs=1,
-        plugins=allowed,
-    )
+    ours = [FaultTolerance(run_id="allowed")]
+    trainer = fit_net(ours, tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1, plugins=allowed)
     assert trainer.global_step > NUM_STEPS

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.processes import parents_and_states
 from lightning_faulttolerant.supervision.heartbeats import (
     DIRECTORY_VARIABLE,
     SECTION_NAMES,
@@ -23,10 +20,8 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_failures,
     read_heartbeats,
 )
-from lightning_faulttolerant.supervision.watch import SIGNAL
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
-from tests.scripts import protection
 
 
 @pytest.fixture
@@ -44,44 +39,32 @@ def heartbeat_in(directory: Path) -> ProcessHeartbeat:
     return heartbeat
 
 
-class Listens(Callback):
-    """Notes in which section and at which batch its hooks are called."""
+HOOKS = {
+    "on_fit_start": "fit",
+    "on_train_batch_start": "batch",
+    "on_validation_batch_start": "validation batch",
+    "on_validation_epoch_end": "validation end",
+    "on_save_checkpoint": "save",
+    "on_train_epoch_end": "epoch end",
+    "on_train_end": "end",
+}
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.heard: list[tuple[Any, ...]] = []
 
-    def _hear(self, hook: str) -> None:
-        heartbeat = heartbeat_in(self.directory)
-        self.heard.append(
-            (hook, SECTION_NAMES[heartbeat.section], heartbeat.epoch, heartbeat.batch, heartbeat.evaluated)
-        )
+def listener(directory: Path) -> Any:
+    """Return a callback that notes in which section and at which batch its hooks are called."""
+    heard: list[tuple[Any, ...]] = []
 
-    def on_fit_start(self, *_: Any) -> None:
-        self._hear("fit")
+    def hear(name: str) -> None:
+        found = heartbeat_in(directory)
+        heard.append((name, SECTION_NAMES[found.section], found.epoch, found.batch, found.evaluated))
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._hear("batch")
-
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self._hear("validation batch")
-
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        self._hear("validation end")
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._hear("save")
-
-    def on_train_epoch_end(self, *_: Any) -> None:
-        self._hear("epoch end")
-
-    def on_train_end(self, *_: Any) -> None:
-        self._hear("end")
+    hooks = {hook: lambda self, *_, name=name: hear(name) for hook, name in HOOKS.items()}
+    return type("Listens", (Callback,), {**hooks, "heard": heard})()
 
 
 def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
     """Hooks find themselves in their sections, and after the fit nothing is watched."""
-    listens = Listens(supervisor)
+    listens = listener(supervisor)
     protection = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=2)
     fit_net([protection, listens], tmp_path, max_epochs=1, limit_train_batches=3, num_sanity_val_steps=0)
     of_epoch = [
@@ -105,46 +88,23 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
     assert Path(heartbeat.directory).parent == tmp_path / "autosaves"
 
 
-def test_an_evaluation_that_nothing_marks_is_not_watched(tmp_path: Path, supervisor: Path) -> None:
-    """If its run can't be opened, it runs without us, and is no setup of many hours."""
-    (tmp_path / "autosaves").write_text("a file, so no directory can be created")
-    listens = Listens(supervisor)
-    trainer = make_trainer([FaultTolerance(tmp_path / "autosaves"), listens], tmp_path)
-    trainer.validate(Net(), DataLoader(NoisyDataset(8), batch_size=4), verbose=False)
-    assert [heard[:2] for heard in listens.heard] == [
-        ("validation batch", "outside of a fit"),
-        ("validation batch", "outside of a fit"),
-        ("validation end", "outside of a fit"),
-    ]
-
-
 class Fails(Net):
-    """Raises in a step.
+    """Raises in a step."""
 
-    Args:
-        training: The training batch.
-        validation: The validation batch.
-    """
-
-    def __init__(self, training: int = -1, validation: int = -1) -> None:
+    def __init__(self, stage: str = "", at: int = -1) -> None:
         super().__init__()
-        self.at = {"training": training, "validation": validation}
+        self.fails_in = stage, at
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self._fail("training", batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self._fail("validation", batch_idx)
-        super().validation_step(batch, batch_idx)
-
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self._fail("validation", batch_idx)
-        return self.layers(batch)
-
-    def _fail(self, stage: str, batch_idx: int) -> None:
-        if batch_idx == self.at[stage]:
+    def training_step(self, batch: Tensor, batch_idx: int, stage: str = "training") -> Any:
+        if self.fails_in == (stage, batch_idx):
             raise ValueError("boom")
+        return self.layers(batch) if stage == "predict" else super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.training_step(batch, batch_idx, "validation")
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx, "predict")
 
 
 class BadSample(NoisyDataset):
@@ -173,44 +133,33 @@ class RaisesAtStart(Callback):
         raise ValueError("boom")
 
 
-def predict(directory: Path, module: Fails, data: Any) -> None:
-    """Predict with the callback."""
-    make_trainer(protected(directory), directory).predict(module, loader(data))
+def fit(module: Any = None, data: Any = None, **arguments: Any) -> Callable[[Path], Any]:
+    """Return a fit."""
+
+    def run(path: Path) -> None:
+        more = [RaisesAtStart()] if module is RaisesAtStart else []
+        given = {"module": module} if module and not more else {}
+        fit_net([*protected(path), *more], path, train=loader(data, **arguments), num_sanity_val_steps=0, **given)
+
+    return run
+
+
+def predict(module: Net, data: Any = None) -> Callable[[Path], Any]:
+    """Return a prediction."""
+    return lambda path: make_trainer(protected(path), path).predict(module, loader(data))
 
 
 THIRD = [12, 13, 14, 15]
+BAD = BadSample(20)
+IN_VALIDATION = "in batch 1 of the validation run after batch 5 of epoch 0"
 FAILURES: dict[str, tuple[Callable[[Path], Any], str, dict[str, list[int]]]] = {
-    "step": (
-        lambda path: fit_net(protected(path), path, module=Fails(3), train=loader()),
-        "in batch 3 of epoch 0",
-        {"train/0": THIRD},
-    ),
-    "validation step": (
-        lambda path: fit_net(protected(path), path, module=Fails(validation=1), num_sanity_val_steps=0),
-        "in batch 1 of the validation run after batch 5 of epoch 0",
-        {"validation/0": [4, 5, 6, 7]},
-    ),
-    "sample": (
-        lambda path: fit_net(protected(path), path, train=loader(BadSample(20))),
-        "in batch 3 of epoch 0",
-        {"train/0": THIRD},
-    ),
-    "sample of a worker": (
-        lambda path: fit_net(protected(path), path, train=loader(BadSample(20), num_workers=2)),
-        "in batch 3 of epoch 0",
-        {"train/0": THIRD},
-    ),
-    "step of predict": (
-        lambda path: predict(path, Fails(validation=3), None),
-        "in batch 3 of predict",
-        {"predict/0": THIRD},
-    ),
-    "sample of predict": (
-        lambda path: predict(path, Fails(), BadSample(20)),
-        "in batch 3 of predict",
-        {"predict/0": THIRD},
-    ),
-    "start": (lambda path: fit_net([*protected(path), RaisesAtStart()], path), "before the first batch of fit", {}),
+    "step": (fit(Fails("training", 3)), "in batch 3 of epoch 0", {"train/0": THIRD}),
+    "validation step": (fit(Fails("validation", 1)), IN_VALIDATION, {"validation/0": [4, 5, 6, 7]}),
+    "sample": (fit(data=BAD), "in batch 3 of epoch 0", {"train/0": THIRD}),
+    "sample of a worker": (fit(data=BAD, num_workers=2), "in batch 3 of epoch 0", {"train/0": THIRD}),
+    "step of predict": (predict(Fails("predict", 3)), "in batch 3 of predict", {"predict/0": THIRD}),
+    "sample of predict": (predict(Fails(), BAD), "in batch 3 of predict", {"predict/0": THIRD}),
+    "start": (fit(RaisesAtStart), "before the first batch of fit", {}),
 }
 
 
@@ -228,56 +177,3 @@ def test_batch_of_a_failure_is_reported(case: str, tmp_path: Path, supervisor: P
     assert "boom" in found.text
     fit_net(protected(tmp_path), tmp_path / "again", max_epochs=1)
     assert read_failures(supervisor) == []
-
-
-def test_fit_without_room_for_its_marks_runs_unwatched(
-    tmp_path: Path, supervisor: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A full memory is told, and nothing is left that a watcher could take for a hang."""
-
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    fit_net(protection(dirpath=tmp_path / "autosaves", action="report"), tmp_path, max_epochs=1)
-    assert "its heartbeat can't be written: [Errno 28] No space left on device" in caplog.text
-    assert list(read_heartbeats(supervisor)) == []
-
-
-class LooksAround(Callback):
-    """Notes what watches a fit."""
-
-    def __init__(self) -> None:
-        self.watchers: set[int] = set()
-        self.catches = False
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.watchers |= children()
-        self.catches = catches_the_signal()
-
-
-def children() -> set[int]:
-    """Return the processes that this one has started and that are alive."""
-    parents, states = parents_and_states()
-    return {child for child, parent in parents.items() if parent == os.getpid() and states[child] != "Z"}
-
-
-def catches_the_signal() -> bool:
-    """Return whether this process has a handler for the signal that asks for stacks."""
-    assert SIGNAL is not None
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")]
-    return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
-
-
-@pytest.mark.parametrize("watch", [{"action": "report"}, {}], ids=str)
-def test_nothing_is_left_after_the_fit(tmp_path: Path, watch: dict[str, str]) -> None:
-    """A watcher and a handler are there during the fit if they are asked for, and gone after it."""
-    before, looks = children(), LooksAround()
-    fit_net([*protection(dirpath=tmp_path / "autosaves", **watch), looks], tmp_path, max_epochs=1)
-    assert looks.catches == bool(watch)
-    assert len(looks.watchers - before) == (1 if watch else 0)
-    assert not catches_the_signal()
-    deadline = time.monotonic() + 30
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert children() - before == set()

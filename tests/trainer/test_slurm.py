@@ -51,11 +51,10 @@ def test_job_without_a_number(environment: dict[str, str], called: Path) -> None
 
 def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
     """The value is in seconds since 1970; any other value is reported and ignored."""
-    assert end_time({"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000.0
-    assert end_time({}) is None
-    assert caplog.text == ""
-    assert end_time({"SLURM_JOB_END_TIME": "tomorrow"}) is None
-    assert "SLURM_JOB_END_TIME is 'tomorrow'" in caplog.text
+    ends = [end_time({"SLURM_JOB_END_TIME": text} if text else {}) for text in ("1700000000", "", "tomorrow")]
+    assert ends == [1_700_000_000.0, None, None]
+    [message] = caplog.messages
+    assert "SLURM_JOB_END_TIME is 'tomorrow'" in message
 
 
 @pytest.mark.parametrize("end", ["Unknown", "1700000000", "2030-01-01T00:00:00"])

@@ -8,46 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.testing import KillAt
-from lightning_faulttolerant.trainer.process import VARIABLE, is_switched_off, read_switch
+from lightning_faulttolerant.trainer.process import VARIABLE, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.processes import run
 from tests.runs import fit_net
 
+MEANINGS = {None: "unset", "": "unset", "1": "on", "AUTOMATIC": "on", "0": "off", "Manual": "manual"}
 
-@pytest.mark.parametrize(
-    ("value", "meaning"),
-    [
-        (None, "unset"),
-        ("", "unset"),
-        ("1", "on"),
-        ("automatic", "on"),
-        ("AUTOMATIC", "on"),
-        ("0", "off"),
-        ("manual", "manual"),
-        ("Manual", "manual"),
-    ],
-)
-def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1, automatic and manual switch on, 0 switches off; unset and empty leave it to the script."""
-    if value is not None:
+
+def test_each_value_has_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1, automatic and manual switch on, 0 off; unset and empty leave it to the script; any other is an error."""
+    for value, meaning in MEANINGS.items():
+        if value is not None:
+            monkeypatch.setenv(VARIABLE, value)
+        assert read_switch() == meaning
+        assert len(callbacks_from_environment()) == (meaning in ("on", "manual"))
+    for value in ("2", "yes", " 1", "off"):
         monkeypatch.setenv(VARIABLE, value)
-    assert read_switch() == meaning
-    assert is_switched_off() is (meaning == "off")
-    assert len(callbacks_from_environment()) == (meaning in ("on", "manual"))
-
-
-@pytest.mark.parametrize("value", ["2", "yes", "true", " 1", "off"])
-def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invalid value is an error that shows it and names the valid ones; it never silently switches off."""
-    monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .*, or unset; got '{value}'"):
-        read_switch()
+        with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .*, or unset; got '{value}'"):
+            read_switch()
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
@@ -57,12 +42,7 @@ def test_entry_point_is_installed(package: str) -> None:
     assert found.load() is callbacks_from_environment
 
 
-def ours(trainer: Trainer) -> list[FaultTolerance]:
-    """Return a trainer's callbacks of this package."""
-    return [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
-
-
-def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
+def fitted(callbacks: list[Any], directory: Path) -> list[Path]:
     """Fit for a batch and return the directories of the runs that saved during the fit."""
     found: list[Path] = []
 
@@ -74,34 +54,11 @@ def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
     return sorted(set(found))
 
 
-def test_only_one_of_two_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If the script and the environment both add one, the script's acts, with its arguments; the other does nothing."""
-    monkeypatch.setenv(VARIABLE, "1")
-    callback = FaultTolerance(tmp_path / "own", run_id="switch-both")
-    assert fitted([callback], tmp_path) == [tmp_path / "own" / "switch-both"]
-
-
 class Holds(Callback):
     """Holds a callback of ours, and calls none of its hooks."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
-
-
-class PassesOn(Holds):
-    """Calls the hooks of the callback that it holds, as scripts do that know no better way."""
-
-    def setup(self, *arguments: Any, **named: Any) -> None:
-        self.held.setup(*arguments, **named)
-
-    def on_save_checkpoint(self, *arguments: Any) -> None:
-        self.held.on_save_checkpoint(*arguments)
-
-    def on_exception(self, *arguments: Any) -> None:
-        self.held.on_exception(*arguments)
-
-    def teardown(self, *arguments: Any, **named: Any) -> None:
-        self.held.teardown(*arguments, **named)
 
 
 def test_a_held_one_stops_and_continues_in_its_files(tmp_path: Path) -> None:
@@ -119,24 +76,22 @@ def test_a_held_one_stops_and_continues_in_its_files(tmp_path: Path) -> None:
 def test_one_that_another_callback_creates_later_is_refused(tmp_path: Path) -> None:
     """A callback of ours that nobody had when the Trainer was created is refused in one sentence."""
 
-    class Creates(PassesOn):
-        def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-            self.held = FaultTolerance(tmp_path / "own")
-            super().setup(trainer, pl_module, stage)
+    class Creates(Callback):
+        def setup(self, *arguments: Any, **named: Any) -> None:
+            FaultTolerance(tmp_path / "own").setup(*arguments, **named)
 
     with pytest.raises(UnsupportedTrainerError, match="nor held by one, when the Trainer was created"):
-        fitted([Creates(None)], tmp_path)
+        fitted([Creates()], tmp_path)
 
 
-def test_the_environments_acts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If only the environment adds one, it acts, in the default directory, under the run id of the environment."""
-    monkeypatch.setenv(VARIABLE, "automatic")
-    monkeypatch.setenv("PL_FAULT_TOLERANT_RUN_ID", "switch-env")
-    assert fitted([], tmp_path) == [tmp_path / "fault_tolerance" / "switch-env"]
-
-
-def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With 0 the callback does nothing, even if the script has added it: no file, no directory."""
-    monkeypatch.setenv(VARIABLE, "0")
-    assert fitted([FaultTolerance(tmp_path / "own", run_id="switch-off")], tmp_path) == []
-    assert not (tmp_path / "own").exists()
+@pytest.mark.parametrize(
+    ("value", "has_own", "expected"),
+    [("1", True, "own/mine"), ("automatic", False, "fault_tolerance/by-variable"), ("0", True, None)],
+)
+def test_who_acts(value: str, has_own: bool, expected: str | None, monkeypatch: Any, tmp_path: Path) -> None:
+    """The script's callback acts, with its arguments, else that of the environment; with 0, none writes a file."""
+    monkeypatch.setenv(VARIABLE, value)
+    monkeypatch.setenv("PL_FAULT_TOLERANT_RUN_ID", "by-variable")
+    callbacks = [FaultTolerance(tmp_path / "own", run_id="mine")] if has_own else []
+    assert fitted(callbacks, tmp_path) == ([] if expected is None else [tmp_path / expected])
+    assert (tmp_path / "own").exists() == (expected == "own/mine")

@@ -6,30 +6,13 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.summary.writer import event_file_writer
 
 from lightning_faulttolerant.trainer.files import compat
 from tests.loggers import scalars
-
-OWNERS: dict[str, Any] = {
-    "TRAINER_SEAMS": lambda: Trainer,
-    "TRAINER_OBJECT_SEAMS": lambda: Trainer(logger=False),
-    "EPOCH_LOOP_SEAMS": lambda: Trainer(logger=False).fit_loop.epoch_loop,
-    "MODEL_CHECKPOINT_SEAMS": ModelCheckpoint,
-    "LOGGER_SEAMS": lambda: CSVLogger("."),
-    "CSV_SEAMS": lambda: CSVLogger("."),
-    "TENSORBOARD_SEAMS": lambda: TensorBoardLogger("."),
-    "EVENT_WRITER_SEAMS": lambda: event_file_writer,
-    "CSV_WRITER_SEAMS": lambda: ExperimentWriter,
-    "STRATEGY_SEAMS": lambda: Trainer(logger=False).strategy,
-}
 
 
 def test_version_that_somebody_named_is_reported(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -39,13 +37,7 @@ class SlowBatches(Callback):
 
 
 class Job:
-    """A SLURM job of one or two ranks; its ``scontrol`` notes how it queues again, and which autosaves exist then.
-
-    Args:
-        tmp_path: Where its files are.
-        num_ranks: How many ranks it has.
-        scontrol: What ``scontrol requeue`` does.
-    """
+    """A SLURM job of one or two ranks; its ``scontrol`` notes how it queues again, and which autosaves exist then."""
 
     def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0") -> None:
         self.num_ranks = num_ranks
@@ -90,7 +82,7 @@ class Job:
             if self.num_ranks == 1:
                 trainer = fit_eight(callbacks, self.directory, plugins=plugins, **arguments)
             else:
-                trainer = rank_fit(self.num_ranks, plugins=plugins, **arguments)(callbacks, self.directory)
+                trainer = rank_fit(self.num_ranks, callbacks, self.directory, plugins=plugins, **arguments)
             print(f"has trained {trainer.global_step} steps", flush=True)
 
         return RankProcesses(main, num_ranks=self.num_ranks, environment={**self.environment, **environment})
@@ -102,7 +94,7 @@ class Job:
                 processes.wait_for("train 3", *range(self.num_ranks))
             for signum, rank in signals:
                 processes.send(signum, rank)
-            ended: list[RankEnded] = processes.wait(seconds=60)
+            ended: list[RankEnded] = processes.wait()
         assert [each.exit_code for each in ended] == [codes] * self.num_ranks, ended[0].output
         return ended[0].output
 
@@ -114,13 +106,12 @@ class Job:
         assert list(self.directory.rglob("hpc_ckpt*")) == []
 
 
-TWO = pytest.mark.slow
 USR1 = signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "ranks"),
-    [(1, (0,)), pytest.param(2, (0, 1), marks=TWO), pytest.param(2, (1,), marks=TWO)],
+    [(1, (0,)), pytest.param(2, (0, 1), marks=pytest.mark.slow), pytest.param(2, (1,), marks=pytest.mark.slow)],
 )
 def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
     """The job is saved at the boundary, then queued again once by rank 0; when it is restarted, it continues there."""
@@ -133,40 +124,57 @@ def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, 
     assert "has trained 16 steps" in again
 
 
-@pytest.mark.slow
+def notice() -> None:
+    """Send the notice while the script is still being imported."""
+    # As an import of the package does; ours came before the job's environment, and test ranks have torchrun's.
+    EARLY.begin({name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"})
+    os.kill(os.getpid(), USR1)
+
+
+def own_handler() -> None:
+    """Handle the signal as a script does."""
+    signal.signal(USR1, lambda signum, frame: print("the user's own", flush=True))
+
+
+AT_ONCE = {"num_sanity_val_steps": 0}
+REQUEUED = ["requeue 4711"]
+FIRST = [(USR1, 0)]
+# What the job is, its exit code, the signals, what it does, what it says, and what scontrol is told.
+ENDS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]], dict[str, Any], str, list[str]]] = {
+    "requeue fails": (
+        {"scontrol": "echo 'Invalid job id' >&2; exit 3"}, 128 + USR1, FIRST, {},
+        "scontrol requeue 4711 ended with 3: Invalid job id", REQUEUED,
+    ),
+    "no scontrol": ({"scontrol": "missing"}, 128 + USR1, FIRST, {}, "THE SLURM JOB IS NOT QUEUED AGAIN", []),
+    "own handler": (
+        {}, 143, [*FIRST, (signal.SIGTERM, 0)], {"before": own_handler, "seconds": 0.3}, "the user's own", []
+    ),
+    "grace period is over": (
+        {"num_ranks": 2}, 76, [*FIRST, (USR1, 1)], {"options": {"grace_seconds": 1.0}, "seconds": 0.5}, "", REQUEUED
+    ),
+    "deadline has passed": (
+        {}, 75, [], {"options": {"deadline": datetime(2001, 1, 1)}, **AT_ONCE},
+        "Stopped by the deadline before batch 0 of epoch 0", [],
+    ),
+    "in the sanity check": ({}, 76, [], {"before": notice}, "", REQUEUED),
+    "no requeue": ({}, -USR1, [], {"before": notice, "auto_requeue": False}, "the job is not queued again", []),
+    "a stop signal": (
+        {}, 128 + USR1, [],
+        {"before": notice, "auto_requeue": False, "options": {"stop_signals": ("SIGUSR1",)}, **AT_ONCE}, "", [],
+    ),
+}  # fmt: skip
+QUICK = ("in the sanity check", "no requeue")
+
+
 @pytest.mark.parametrize(
-    ("scontrol", "message"),
-    [
-        ("echo 'Invalid job id' >&2; exit 3", "scontrol requeue 4711 ended with 3: Invalid job id"),
-        ("missing", "scontrol is not on the PATH"),
-    ],
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENDS]
 )
-def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path: Path) -> None:
-    """The job is saved, the exit code is the signal's, and stderr gives the remedy."""
-    output = Job(tmp_path, scontrol=scontrol).run(128 + USR1, (USR1, 0))
-    assert "THE SLURM JOB IS NOT QUEUED AGAIN" in output
-    assert message in output
-    assert "Submit the job again" in output
-
-
-@pytest.mark.slow
-def test_handler_of_the_users_own_keeps_the_signal(tmp_path: Path) -> None:
-    """As with Lightning, a requeue signal that the script handles itself is left to the script. SIGTERM only stops."""
-    job = Job(tmp_path)
-
-    def before() -> None:
-        signal.signal(USR1, lambda signum, frame: print("the user's own", flush=True))
-
-    assert "the user's own" in job.run(143, (USR1, 0), (signal.SIGTERM, 0), before=before, seconds=0.3)
-    assert not job.log.exists()
-
-
-@pytest.mark.slow
-def test_grace_period_that_is_over_still_leads_to_a_requeue(tmp_path: Path) -> None:
-    """A batch that does not end keeps the job from being saved, not from being queued again."""
-    job = Job(tmp_path, num_ranks=2)
-    job.run(76, (USR1, 0), (USR1, 1), options={"grace_seconds": 1.0}, seconds=0.5)
-    assert job.log.read_text().splitlines() == ["requeue 4711"]
+def test_end_of_a_job(name: str, tmp_path: Path) -> None:
+    """A failed requeue is said loudly, a handler of the user's own keeps the signal, and a notice may come early."""
+    kind, code, signals, arguments, text, told = ENDS[name]
+    job = Job(tmp_path, **kind)
+    assert text in job.run(code, *signals, **arguments)
+    assert (job.log.read_text().splitlines() if job.log.exists() else []) == told
 
 
 @pytest.mark.slow
@@ -185,28 +193,6 @@ def test_end_of_the_job_is_a_deadline(
     assert job.log.exists() is auto_requeue
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("auto_requeue", [False, True])
-def test_deadline_that_has_passed_when_the_fit_begins(auto_requeue: bool, tmp_path: Path) -> None:
-    """The run is saved at its first boundary; the job is not queued again: it would end in the same way each time."""
-    job = Job(tmp_path)
-    options = {"deadline": datetime(2001, 1, 1)}
-    output = job.run(75, options=options, auto_requeue=auto_requeue, num_sanity_val_steps=0)
-    assert "Stopped by the deadline before batch 0 of epoch 0" in output
-    assert "train 0" not in output
-    assert not job.log.exists()
-
-
-# The notice comes before the fit.
-
-
-def notice() -> None:
-    """Send the notice while the script is still being imported."""
-    # As an import of the package does; ours came before the job's environment, and test ranks have torchrun's.
-    EARLY.begin({name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"})
-    os.kill(os.getpid(), USR1)
-
-
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_fit_after_a_notice_stops_and_the_job_is_queued_again(num_ranks: int, tmp_path: Path) -> None:
     """The fit stops at its first boundary, saved, with the code of a requeue; the next start trains to the end."""
@@ -216,54 +202,3 @@ def test_fit_after_a_notice_stops_and_the_job_is_queued_again(num_ranks: int, tm
     again = job.run(0)
     assert "Resumed exactly" in again
     assert "has trained 16 steps" in again
-
-
-def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
-    """There is nothing to save yet, but the job is queued again."""
-    job = Job(tmp_path)
-    job.run(76, before=notice)
-    assert job.log.read_text().splitlines() == ["requeue 4711"]
-
-
-def test_job_that_is_not_queued_again_ends_by_the_signal_or_stops(tmp_path: Path) -> None:
-    """If neither SLURM's plugin nor stop_signals handles the signal, it ends the process as it would have."""
-    job = Job(tmp_path)
-    assert "the job is not queued again" in job.run(-USR1, before=notice, auto_requeue=False)
-    options = {"stop_signals": ("SIGUSR1",)}
-    job.run(128 + USR1, before=notice, auto_requeue=False, options=options, num_sanity_val_steps=0)
-    assert list((tmp_path / "autosaves").rglob("autosave-*.ckpt"))
-    assert not job.log.exists()
-
-
-END = """
-import atexit
-def end():
-    print(*Path().rglob('autosave-*'), 'left', flush=True)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    print('continues', flush=True)
-atexit.register(end)  # called after all that is registered later
-from lightning_faulttolerant import FaultTolerance
-from tests.runs import fit_net
-fit_net([FaultTolerance()], Path())
-"""
-VALIDATES = """
-from lightning_faulttolerant import FaultTolerance
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from tests.runs import Net, eight_batches, make_trainer
-trainer = make_trainer([FaultTolerance()], Path(), plugins=[SLURMEnvironment()])
-os.kill(os.getpid(), signal.SIGUSR1)
-trainer.validate(Net(), eight_batches(), verbose=False)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lines", "code", "requeues"), [(VALIDATES, 76, True), (END, 0, False)], ids=["first", "last"])
-def test_notice_in_a_script(lines: str, code: int, requeues: bool, tmp_path: Path) -> None:
-    """A validation run stops at its first batch and the job is queued again; after the end, it would train again."""
-    job = Job(tmp_path)
-    (tmp_path / "train.py").write_text(f"import os, signal, sys\nfrom pathlib import Path\n{lines}")
-    own = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "PYTHONPATH": os.getcwd(), **job.environment}
-    ended = subprocess.run([sys.executable, "train.py"], env=own, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == code, ended.stderr
-    assert job.log.exists() is requeues
-    assert requeues or ended.stdout.splitlines()[-2:] == ["left", "continues"]

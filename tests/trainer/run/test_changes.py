@@ -21,7 +21,6 @@ Make = Callable[[Optimizer], Any]
 IN_PROPORTION: dict[str, Make] = {
     "step": lambda o: torchs.StepLR(o, 3),
     "multi step": lambda o: torchs.MultiStepLR(o, [2, 7]),
-    "exponential": lambda o: torchs.ExponentialLR(o, 0.9),
     "lambda from 0": lambda o: torchs.LambdaLR(o, lambda step: step / 8),
     "multiplicative": lambda o: torchs.MultiplicativeLR(o, lambda step: 0.9),
     "constant": lambda o: torchs.ConstantLR(o, 0.1, 6),
@@ -134,24 +133,16 @@ def test_what_training_has_set_is_not_overwritten() -> None:
         branch.branch(parent)
 
 
+ANOTHER: dict[str, tuple[Make, Make | None]] = {
+    "class": (ALL["step"], ALL["cosine"]),
+    "none": (ALL["step"], None),
+    "one cycle": (ALL["one cycle"], lambda o: torchs.OneCycleLR(o, 0.2, total_steps=20, pct_start=0.5)),
+    "chained": (ALL["chained"], lambda o: torchs.ChainedScheduler([torchs.LinearLR(o, 0.1), torchs.StepLR(o, 5)])),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("then", "now"),
-    [
-        (lambda o: torchs.StepLR(o, 3), lambda o: torchs.CosineAnnealingLR(o, 9)),
-        (lambda o: torchs.StepLR(o, 3), None),
-        (
-            lambda o: torchs.OneCycleLR(o, 0.2, total_steps=20),
-            lambda o: torchs.OneCycleLR(o, 0.2, total_steps=20, pct_start=0.5),
-        ),
-        (lambda o: torchs.CyclicLR(o, 0.01, 0.1), lambda o: torchs.CyclicLR(o, 0.01, 0.5)),
-        (
-            lambda o: torchs.ChainedScheduler([torchs.StepLR(o, 3)]),
-            lambda o: torchs.ChainedScheduler([torchs.StepLR(o, 5)]),
-        ),
-    ],
-    ids=["class", "none", "one cycle", "cyclic", "chained"],
-)  # fmt: skip
+@pytest.mark.parametrize(("then", "now"), ANOTHER.values(), ids=ANOTHER)
 def test_another_scheduler_is_refused_where_its_state_does_not_fit(then: Make, now: Make | None) -> None:
     """Silence would mean the old schedule, or a mix of two."""
     parent, branch = Fit(then, betas=(0.9, 0.99)), Fit(now, betas=(0.9, 0.99))

@@ -95,10 +95,7 @@ def test_times_and_process_ids_are_found(values: list[Any], expected: bool, monk
     assert [value for value in values if is_passing(value, now=NOW) is not expected] == []
     monkeypatch.setattr(os, "getpid", lambda: 64)  # as common as a batch size in a container
     assert not is_passing(64, now=NOW)
-
-
-def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The day in Greenwich counts, and the day on which the process began."""
+    # The day in Greenwich counts, and the day on which the process began.
     monkeypatch.setattr(changes, "IMPORTED_AT", NOW - 86_400)
     there = datetime.fromtimestamp(NOW, timezone.utc)
     days = [is_passing(f"{there - timedelta(days=number):%Y-%m-%d %H:%M}", now=NOW) for number in range(3)]

@@ -7,20 +7,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from lightning_faulttolerant.records.history_parser import Failures
 from lightning_faulttolerant.trainer.save.pace import Budget
 
 
 class Run:
-    """A run in which only batches, saves and captures take time.
-
-    Args:
-        share: The budget's share of the time.
-        save_seconds: How long each save takes, by its number.
-        capture_seconds: How long a capture takes.
-        batch_seconds: How long a batch takes.
-        captures_always: Whether a capture is taken at each boundary, requested or not.
-    """
+    """A run in which only batches, saves (by their number) and captures take time."""
 
     def __init__(
         self,
@@ -29,25 +20,21 @@ class Run:
         save_seconds: Callable[[int], float] = lambda number: 0.2,
         capture_seconds: float = 0.0,
         batch_seconds: float = 0.1,
-        captures_always: bool = False,
         start_seconds: float = 6.0,
         fails: Callable[[float], bool] = lambda now: False,
         is_resumed: bool = False,
-        paces_saves: bool = True,
-        failures: Failures | None = None,
     ) -> None:
         self.now = 1000.0
-        self.budget = Budget(share, paces_saves=paces_saves, clock=lambda: self.now)
+        self.budget = Budget(share, paces_saves=True, clock=lambda: self.now)
         self.save_seconds = save_seconds
         self.capture_seconds = capture_seconds
         self.batch_seconds = batch_seconds
-        self.captures_always = captures_always
         self.fails = fails
         self.saves: list[float] = []
         self.failures: list[float] = []
         self.seconds_saved = self.seconds_captured = 0.0
         self.num_failures = 0
-        self.budget.begin(start_seconds, failures)
+        self.budget.begin(start_seconds, None)
         if is_resumed:
             self.budget.begin_saved()
 
@@ -57,7 +44,7 @@ class Run:
         while self.now < end:
             if self.now >= self.budget.save_at:
                 self.save()
-            if self.captures_always or self.now >= self.budget.capture_at:
+            if self.now >= self.budget.capture_at:
                 began = self.now
                 self.now += self.capture_seconds
                 self.seconds_captured += self.capture_seconds
@@ -76,10 +63,6 @@ class Run:
             self.budget.spend_on_failure(began, self.num_failures)
         else:
             assert self.budget.spend_on_save(began) == self.now - began
-
-    def intervals(self) -> list[float]:
-        """Return the seconds between saves."""
-        return [after - before for before, after in zip(self.saves, self.saves[1:], strict=False)]
 
 
 @given(
@@ -130,10 +113,3 @@ def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pa
     recovered = min(seconds for seconds in run.saves if seconds > 900)
     assert recovered <= 921
     assert max(after - before for before, after in zip(run.saves[-20:], run.saves[-19:], strict=False)) <= 20.5
-
-
-def test_failures_set_the_interval_by_youngs_formula() -> None:
-    """With a failure each 1000 s and saves of 0.2 s, an autosave comes each 20 s, and captures do not put it off."""
-    run = Run(failures=Failures(number=10, seconds=10_000.0), captures_always=True, capture_seconds=0.001)
-    run.train(600)
-    assert run.intervals()[-1] == pytest.approx(20.4, abs=0.5)  # the process lives, so the distance grows a little

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -11,24 +10,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, FaultTolerance, UnsafeCheckpointError
-from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
+from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.trainer.files import compat
-from tests.runs import Net, fit_net
+from tests.damage import Payload
+from tests.runs import fit_net
 
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
-
-
-def damage(path: Path) -> None:
-    """Flip bits among the tensors of a file, where torch.load would not notice the change."""
-    content = bytearray(path.read_bytes())
-    at = content.index(bytes(CHECKPOINT["state_dict"]["weight"].numpy()))
-    content[at + 6] ^= 64
-    path.write_bytes(content)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -69,26 +60,13 @@ def test_a_save_removes_what_a_killed_one_left_long_ago(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == sorted(["new.ckpt", *list(names)[1:]])
 
 
-def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk error is raised, never swallowed; the old file stays, and no other file is left."""
-    path = tmp_path / "last.ckpt"
-    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
-
-    def fails(descriptor: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match="Input/output error"):
-        AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "epoch": 2}, path)
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
-    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 1
-
-
 def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
     """A flipped bit that Lightning's plugin takes for a weight is an error, whatever `weights_only` says."""
     path = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
-    damage(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(CHECKPOINT["state_dict"]["weight"].numpy())) + 6] ^= 64
+    path.write_bytes(content)
     assert TorchCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].tolist() != [0, 1, 2]
     for weights_only in (None, True, False):
         with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt is damaged"):
@@ -98,20 +76,10 @@ def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
         AtomicCheckpointIO(weights_only=False).load_checkpoint(path)
 
 
-class RunsCode:
-    """Its pickle creates a directory when it is loaded."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.directory),)
-
-
 def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """By default no code runs; the error says how to load the file anyway, and that works."""
     path, made = tmp_path / "a.ckpt", tmp_path / "made"
-    AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "code": RunsCode(made)}, path)
+    AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "code": Payload(made)}, path)
     with pytest.raises(UnsafeCheckpointError) as caught:
         AtomicCheckpointIO().load_checkpoint(path)
     assert "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])" in str(caught.value)
@@ -123,14 +91,6 @@ def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
     made.rmdir()
     AtomicCheckpointIO(weights_only=False).load_checkpoint(path)
     assert made.exists()
-
-
-# Under a Trainer.
-
-
-def weights(trainer: Trainer) -> list[Any]:
-    """Return the final weights."""
-    return [parameter.tolist() for parameter in trainer.lightning_module.parameters()]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -151,56 +111,3 @@ def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
     callbacks = [saver()]
     trainer = fit_net(callbacks, tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
     assert trainer.global_step == 10
-
-
-def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
-    """It writes ModelCheckpoint's files during fit; after fit the strategy has Lightning's plugin again."""
-    seen: list[Any] = []
-
-    class Looks(Net):
-        def on_train_start(self) -> None:
-            seen.append(self.trainer.strategy.checkpoint_io)
-
-    saver = ModelCheckpoint(tmp_path / "files", save_last=True)
-    callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
-    trainer = fit_net(callbacks, tmp_path, module=Looks(), enable_checkpointing=True)
-    assert [type(plugin) for plugin in seen] == [AtomicCheckpointIO]
-    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
-    for path in (tmp_path / "files").iterdir():
-        verify_file(path)
-
-
-class Configured(Net):
-    """Has a hyperparameter that is not a plain value."""
-
-    def __init__(self, space: Any = None) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def file_of_before(directory: Path) -> Path:
-    """Return a checkpoint of a run without the callback, with a Namespace among its hyperparameters."""
-    trainer = fit_net([], directory, module=Configured(argparse.Namespace(a=1)), max_epochs=1)
-    trainer.save_checkpoint(directory / "before.ckpt")
-    return directory / "before.ckpt"
-
-
-def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
-    """A file that Lightning 2.5 unpickled without a warning is refused; the remedy in the error loads it."""
-    path = file_of_before(tmp_path)
-    with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
-        fit_net([FaultTolerance(tmp_path / "a")], tmp_path, module=Configured(), ckpt_path=path)
-    plugins = [AtomicCheckpointIO(weights_only=False)]
-    trainer = fit_net([FaultTolerance(tmp_path / "b")], tmp_path, module=Configured(), ckpt_path=path, plugins=plugins)
-    assert trainer.global_step == 10
-
-
-def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
-    """A fit with the callback does not continue from damaged weights."""
-    fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
-    content = bytearray((tmp_path / "a.ckpt").read_bytes())
-    weight = load_file(tmp_path / "a.ckpt")["state_dict"]["layers.0.weight"]
-    content[content.index(bytes(weight.numpy())) + 3] ^= 8
-    (tmp_path / "a.ckpt").write_bytes(content)
-    with pytest.raises(DamagedCheckpointError):
-        fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")

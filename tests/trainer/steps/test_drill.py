@@ -16,14 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
-from lightning_faulttolerant.records.ledger import (
-    FAULT_VARIABLE,
-    HOLD_VARIABLE,
-    SAVE_VARIABLE,
-    FaultPlace,
-    places_in,
-    places_text,
-)
+from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, HOLD_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.trainer.process import VARIABLE
 from lightning_faulttolerant.trainer.steps.digests import digest
 from lightning_faulttolerant.trainer.steps.open_ledger import read_fault
@@ -50,54 +43,32 @@ def places(directory: Path, kind: str) -> list[tuple[int, int]]:
     return [(line["epoch"], line["batch"]) for line in fits_in(directory)[0].of(kind)]
 
 
-class Noting(Callback):
-    """Notes the hooks that a run calls."""
+class Counts(Callback):
+    """Counts the backward passes."""
 
-    noted: tuple[str, ...] = ()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.noted = ("start",)
+    number = 0
 
     def on_after_backward(self, *_: Any) -> None:
-        self.noted += ("backward",)
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self.noted += ("zero grad",)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.noted += ("end",)
+        self.number += 1
 
 
-HOOKS = {
-    "start": ("start",),
-    "step": ("start", "zero grad", "backward"),
-    "end": ("start", "zero grad", "backward", "end"),
-}
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_fault_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hook", "passes", "steps"), [("start", 7, 7), ("step", 8, 7), ("end", 8, 8)])
+def test_fault_is_raised_at_its_place(
+    hook: str, passes: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is raised before the step, between backward pass and optimizer step, or after the hooks of the batch's end."""
     monkeypatch.setenv(FAULT_VARIABLE, f"1:1:2:{hook}")
 
     def main() -> None:
-        noting, module = Noting(), Net()
+        counts, module = Counts(), Net()
         with pytest.raises(DrillFault, match=rf"1:1:2:{hook}.*The script is fine") as raised:
-            fit(tmp_path, noting, module=module, val_check_interval=2)
+            fit(tmp_path, counts, module=module, val_check_interval=2)
         assert isinstance(raised.value, FaultToleranceError)
-        assert noting.noted == HOOKS[hook]
-        assert module.trainer.global_step == (8 if hook == "end" else 7)
+        assert (counts.number, module.trainer.global_step) == (passes, steps)
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
     assert places(tmp_path, "batch")[-1] == ((1, 2) if hook == "end" else (1, 1))
-
-
-@pytest.mark.parametrize("place", ["2:0:1:start", "1:5:0:start", "1:0:99:end", ""])
-def test_place_that_no_fit_comes_by_is_passed_over(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing happens if the fit has another number or ends earlier, or if the variable is empty."""
-    monkeypatch.setenv(FAULT_VARIABLE, place)
-    assert run(lambda: fit(tmp_path, max_epochs=1)).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -111,17 +82,6 @@ def test_place_that_is_none_is_an_error(text: str, tmp_path: Path, monkeypatch: 
         fit(tmp_path, max_epochs=1)
 
 
-def test_places_are_read_as_they_are_written() -> None:
-    """The run reads exactly what the drill writes into the environment; any other value is an error that shows it."""
-    for text, batch in (("2:3:40:end", (2, 3, 40)), ("2:3:40:7:start", (2, 3, 40, 7))):
-        place = FaultPlace.parse(text)
-        assert (str(place), place.batch, place.is_in_evaluation) == (text, batch, len(batch) == 4)
-    assert places_in(SAVE_VARIABLE, places_text([(1, 0, 2), (12, 3, 40)])) == [(1, 0, 2), (12, 3, 40)]
-    for text in ("", "1:2", "1:2:3,", "1:2:x"):
-        with pytest.raises(ValueError, match=r"PL_FAULT_TOLERANT_SAVE_AT must be <fit>:<epoch>:<batch>"):
-            places_in(SAVE_VARIABLE, text)
-
-
 @pytest.mark.parametrize(("num_restarts", "batch"), [("0", 1), ("1", 2), ("2", None)])
 def test_each_start_by_a_launcher_has_its_own_place(
     num_restarts: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
@@ -131,15 +91,6 @@ def test_each_start_by_a_launcher_has_its_own_place(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", num_restarts)
     place = read_fault()
     assert (None if place is None else place.batch[-1]) == batch
-
-
-def test_it_saves_before_the_batches_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It saves there, in the named fit, and otherwise only at the start and at the end."""
-    monkeypatch.setenv(SAVE_VARIABLE, "1:0:2,1:1:1,2:0:3")
-    ended = run(lambda: fit(tmp_path))
-    assert ended.exit_code == 0, ended.output
-    assert places(tmp_path, "autosave")[:3] == [(0, 0), (0, 2), (1, 1)]
-    assert len(places(tmp_path, "autosave")) == 4
 
 
 def test_it_waits_for_a_stop_before_the_batch_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,21 +164,26 @@ def test_each_batch_and_the_end_of_every_evaluation_is_written(
     assert [bool(one.of("autosave")) for one in fits] == [switch == "on"] * 4
 
 
-def test_it_saves_inside_evaluations_where_a_drill_requests_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The autosaves that are requested come before the named batches, in a validation run and in a test."""
-    monkeypatch.setenv(SAVE_VARIABLE, "1:0:2:1,2:0:0:2")
+# The variable, its value, the batches in each evaluation's lines, and the ends of the texts of its autosaves.
+REQUESTS = {
+    "saves": (SAVE_VARIABLE, "1:0:1,1:0:2:1,2:0:0:2", [2, 3], ["batch 1 of epoch 0", "after batch 2 of epoch 0"]),
+    "fault in validation": (FAULT_VARIABLE, "1:0:2:1:start", [1], []),
+    "fault in a test": (FAULT_VARIABLE, "2:0:0:2:start", [2, 2], []),
+    "of no fit": (FAULT_VARIABLE, "5:0:1:start", [2, 3], []),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_drill_requests_places(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autosaves and exceptions come before the named batches of a fit, a validation run in it, and a test."""
+    variable, value, num_done, texts = REQUESTS[name]
+    monkeypatch.setenv(variable, value)
     ended = run(lambda: run_script(tmp_path, "fit", "test"))
-    assert ended.exit_code == 0, ended.output
-    saved = [[line["text"] for line in one.of("autosave")] for one in fits_in(tmp_path)]
-    assert "before batch 1 of the validation run after batch 2 of epoch 0" in saved[0]
-    assert saved[1] == ["before batch 0 of test", "before batch 2 of test", "after the end of test"]
-
-
-@pytest.mark.parametrize(("place", "num_done"), [("1:0:2:1", [1]), ("2:0:0:2", [2, 2])])
-def test_a_fault_is_raised_before_the_step_of_an_evaluation(
-    place: str, num_done: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exception comes before the named batch's step, in a validation run or in a test."""
-    monkeypatch.setenv(FAULT_VARIABLE, f"{place}:start")
-    assert "DrillFault" in run(lambda: run_script(tmp_path, "fit", "test")).output
-    assert [len(one.of("evaluated")) for one in fits_in(tmp_path)] == num_done
+    assert ("DrillFault" in ended.output) == (ended.exit_code != 0) == name.startswith("fault")
+    found = fits_in(tmp_path)
+    assert [len(one.of("evaluated")) for one in found] == num_done
+    saved = [line["text"] for line in found[0].of("autosave")]
+    assert all(any(line.endswith(text) for line in saved) for text in texts), saved
+    if name == "saves":
+        tested = [line["text"] for line in found[1].of("autosave")]
+        assert tested == ["before batch 0 of test", "before batch 2 of test", "after the end of test"]

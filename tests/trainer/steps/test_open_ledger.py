@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import LedgerError
-from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
+from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.trainer.process import VARIABLE
-from lightning_faulttolerant.trainer.switch import callbacks_from_environment
-from tests.laws.ranks import FOR_RANKS
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
 from tests.runs import Net, fit_net
@@ -39,7 +36,6 @@ def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (len(read_ledger(path).fits), len(read_ledger(other).fits)) == (1, 1)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
     """A ledger never silently lacks a line: a full disk ends the run, and the error gives the remedy."""
     with pytest.raises(LedgerError, match="could not be added to the ledger"):
@@ -70,18 +66,9 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
         assert not other.of("batch")
 
 
-# With fault tolerance switched off.
-
-
-@pytest.fixture
-def is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch fault tolerance off with the environment variable."""
-    monkeypatch.setenv(VARIABLE, "0")
-
-
-@pytest.mark.usefixtures("is_off")
-def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
+def test_written_also_where_all_else_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is saved, and the ledger holds everything except the order of samples."""
+    monkeypatch.setenv(VARIABLE, "0")
     path = tmp_path / "ledger.jsonl"
     for _ in range(2):
         fit_once(tmp_path, with_ledger(path, tmp_path / "saves"))
@@ -89,32 +76,9 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
     fits = read_ledger(path).fits
     assert [fit.number for fit in fits] == [fits[0].number, fits[0].number + 1]
     for fit in fits:
-        assert [line["event"] for line in fit.events] == [
-            "batch",
-            "log",
-            "batch",
-            "log",
-            "evaluated",
-            "validated",
-            "log",
-            "log",
-            "end",
-        ]
+        events = "batch log batch log evaluated validated log log end"
+        assert [line["event"] for line in fit.events] == events.split()
         assert all(line["order"] is None and line["content"] for line in fit.of("batch"))
-
-
-@pytest.mark.parametrize(
-    ("switch", "asks", "num_callbacks"), [("0", True, 1), ("0", False, 0), ("1", True, 1), (None, True, 0)]
-)
-def test_a_script_without_the_callback_gets_one(
-    switch: str | None, asks: bool, num_callbacks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With fault tolerance off, a Trainer still gets the callback if the variable requests a ledger, to be compared."""
-    if switch is not None:
-        monkeypatch.setenv(VARIABLE, switch)
-    if asks:
-        monkeypatch.setenv(LEDGER_VARIABLE, "ledger.jsonl")
-    assert len(callbacks_from_environment()) == num_callbacks
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
@@ -129,24 +93,3 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 
     fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=Nested())
     assert [len(fit.of("batch")) for fit in read_ledger(path).fits] == [2]
-
-
-@pytest.mark.slow
-@FOR_RANKS[0]
-@FOR_RANKS[1]
-def test_processes_of_lightning_s_count_the_fits_of_the_script(tmp_path: Path) -> None:
-    """Under ddp_fork each fit has its own processes; the numbers are per script, the files per rank."""
-    path = tmp_path / "ledger.jsonl"
-    callback: Callable[[], Callback] = lambda: with_ledger(path, tmp_path / "saves")  # noqa: E731
-
-    def script() -> None:
-        for _ in range(2):
-            arguments: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork", "limit_val_batches": 0}
-            fit_once(tmp_path, callback(), **arguments)
-
-    ended = run(script)
-    assert ended.exit_code == 0, ended.output
-    for rank in range(2):
-        fits = read_ledger(path_of_rank(str(path), rank)).fits
-        assert [(fit.number, fit.begun["rank"], len(fit.of("batch"))) for fit in fits] == [(1, rank, 2), (2, rank, 2)]
-        assert all(fit.end is not None for fit in fits)
