@@ -32,15 +32,10 @@ class FailsToSave(Callback):
         raise ZeroDivisionError("in the first save")
 
 
-def ours(directory: Path) -> FaultTolerance:
-    """Return a callback whose run has the same name in each process."""
-    return FaultTolerance(directory, run_id="run")
-
-
 def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If no autosave exists, none is named."""
     with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
-        fit_net([ours(tmp_path), FailsToSave()], tmp_path)
+        fit_net([FaultTolerance(tmp_path, run_id="run"), FailsToSave()], tmp_path)
     assert "ZeroDivisionError: no autosave has been written since this start." in caplog.text
 
 
@@ -49,13 +44,13 @@ def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
 ) -> None:
     """After a stop in the sanity check, the next start begins where this one did: at the beginning or a checkpoint."""
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
-        fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path)
+        fit_net([FaultTolerance(tmp_path, run_id="run"), StopInSanityCheck()], tmp_path)
     assert f"This start has saved nothing in {tmp_path}/run. To continue from the beginning, type: " in caplog.text
     from_checkpoint = tmp_path / "given.ckpt"
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(from_checkpoint)
     caplog.clear()
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
-        fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path, ckpt_path=from_checkpoint)
+        fit_net([FaultTolerance(tmp_path, run_id="run"), StopInSanityCheck()], tmp_path, ckpt_path=from_checkpoint)
     assert f"To continue from {from_checkpoint}, type: " in caplog.text
 
 

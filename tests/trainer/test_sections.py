@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant import FaultTolerance, HangWatch
 from lightning_faulttolerant.supervision.heartbeats import (
     DIRECTORY_VARIABLE,
     SECTION_NAMES,
@@ -177,3 +177,17 @@ def test_batch_of_a_failure_is_reported(case: str, tmp_path: Path, supervisor: P
     assert "boom" in found.text
     fit_net(protected(tmp_path), tmp_path / "again", max_epochs=1)
     assert read_failures(supervisor) == []
+
+
+def test_fit_without_room_for_its_marks_runs_unwatched(
+    tmp_path: Path, supervisor: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full memory is told, and nothing is left that a watcher could take for a hang."""
+
+    def full(*_: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fit_net([*protected(tmp_path), HangWatch("report")], tmp_path, max_epochs=1)
+    assert "its heartbeat can't be written: No space left on device" in caplog.text
+    assert list(read_heartbeats(supervisor)) == []

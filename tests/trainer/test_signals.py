@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -54,9 +53,14 @@ def stop() -> Iterator[StopSignals]:
     assert after == before
 
 
-def send(signum: int) -> None:
-    """Send a real signal to this process; its handler runs before the next line."""
-    os.kill(os.getpid(), signum)
+def test_signal_that_another_rank_has_told_of_before_is_the_first_one(stop: StopSignals) -> None:
+    """The line may report a signal to all ranks before a rank's own handler can run: the signal is not a second one."""
+    stop.is_alone = False
+    stop.install({})
+    stop.note(signal_reason(signal.SIGTERM))  # from the thread
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(TrainingStopped, match="at the second signal"):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_handler_that_was_there_is_called_too(stop: StopSignals) -> None:
@@ -68,10 +72,10 @@ def test_handler_that_was_there_is_called_too(stop: StopSignals) -> None:
 
     stop.install({signal.SIGTERM: own}, requeue_signal=signal.SIGUSR1)
     stop.grace.announced_seconds = lambda: 90.0
-    send(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert stop.requested == StopReason(name="SIGUSR1", exit_code=138, requeues=True)
     assert 80 < stop.grace.seconds_left() <= 90
-    send(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     assert heard in ([], [(signal.SIGTERM, True)])
 
 
@@ -85,7 +89,7 @@ def test_handler_that_raises_ends_no_run_unsaved(
         raise error
 
     stop.install({signal.SIGTERM: own})
-    send(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     assert caplog.messages == []
     stop.look()
     assert stop.requested == signal_reason(signal.SIGTERM)
@@ -108,7 +112,7 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     """Of ten seconds, a save keeps what it takes, at least two; a batch gets at least two, even if no save can fit."""
     stop.grace.save_seconds = lambda: save_seconds
     stop.install({})
-    send(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with pytest.raises(TrainingStopped):
         clock.let_look_on(stop)
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
@@ -124,7 +128,7 @@ def test_process_that_does_not_end_is_ended(stop: StopSignals, clock: Clock, mon
     asked: list[StopReason] = []
     stop.before_hard_end = asked.append
     with stop.saving():
-        send(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         clock.let_look_on(stop, 9.75)
         assert ends == []
         clock.let_look_on(stop, 1)

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.process import VARIABLE, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
@@ -29,6 +30,9 @@ def test_each_value_has_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(VARIABLE, value)
         assert read_switch() == meaning
         assert len(callbacks_from_environment()) == (meaning in ("on", "manual"))
+    monkeypatch.setenv(LEDGER_VARIABLE, "ledger.jsonl")  # a run that is off is compared with one that is on
+    monkeypatch.setenv(VARIABLE, "0")
+    assert len(callbacks_from_environment()) == 1
     for value in ("2", "yes", " 1", "off"):
         monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .*, or unset; got '{value}'"):

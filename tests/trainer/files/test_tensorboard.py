@@ -53,12 +53,3 @@ def test_tensorboard_reads_the_file_of_a_resumed_run_last(rest: str, tmp_path: P
     names = sorted(path.name for path in Path(logger.log_dir).glob("*tfevents*"))
     assert [int(name.split(".")[3]) - last for name in names] == [0, 1, 2]
     assert event_file_writer.time is time
-
-
-@pytest.mark.parametrize("name", ["events.out.tfevents.1000000000.a.1.0", "notes.9999999999.txt", None])
-def test_clock_stays_if_no_file_is_ahead(name: str | None, tmp_path: Path) -> None:
-    """Nothing is replaced without need: earlier files, other files, and a directory that does not exist."""
-    if name is not None:
-        (tmp_path / name).touch()
-    with compat.begins_last(str(tmp_path if name is not None else tmp_path / "missing")):
-        assert event_file_writer.time is time

@@ -17,13 +17,7 @@ from tests.ranks import on_ranks
 NAME = "autosave-00000001-epoch=0-batch=3.ckpt"
 
 
-def save(path: Path, weight: float) -> None:
-    """Write an autosave whose size does not depend on the weight."""
-    path.parent.mkdir(parents=True)
-    atomic_torch_save({"state_dict": {"weight": torch.full((4,), weight)}}, path)
-
-
-def read(tmp_path: Path) -> list[Any]:
+def read(tmp_path: Path, name: str) -> list[Any]:
     """Read it on two ranks that are in the directories "0" and "1", and return the weight of each."""
 
     def main(rank: int) -> Any:
@@ -35,19 +29,20 @@ def read(tmp_path: Path) -> list[Any]:
             ranks.close()
         return choice.checkpoint and choice.checkpoint["state_dict"]["weight"].tolist()
 
-    return on_ranks(main, tmp_path / "ranks")
+    return on_ranks(main, tmp_path / name)
 
 
 def test_each_node_reads_its_own_disk(tmp_path: Path) -> None:
     """A copy is as good as a shared disk; another file of that name, or none, is an error that names the rank."""
     for rank in range(2):
-        save(tmp_path / str(rank) / NAME, rank)
-    for answer in read(tmp_path):
+        (tmp_path / str(rank)).mkdir()
+        atomic_torch_save({"state_dict": {"weight": torch.full((4,), float(rank))}}, tmp_path / str(rank) / NAME)
+    for answer in read(tmp_path, "other"):
         assert answer.startswith(
             f"CheckpointError: {NAME} can't be read by all ranks. rank 1: its file of this name differs"
         )
     shutil.copyfile(tmp_path / "0" / NAME, tmp_path / "1" / NAME)
-    assert read(tmp_path) == [None, [0.0] * 4]  # rank 0 has read it before
+    assert read(tmp_path, "copy") == [None, [0.0] * 4]  # rank 0 has read it before
     (tmp_path / "1" / NAME).unlink()
-    for answer in read(tmp_path):
+    for answer in read(tmp_path, "none"):
         assert "rank 1: DamagedCheckpointError" in answer

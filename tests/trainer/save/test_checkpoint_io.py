@@ -108,6 +108,5 @@ def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["epoch=0-step=5.ckpt", "last.ckpt"]
     for path in paths:
         verify_file(path)
-    callbacks = [saver()]
-    trainer = fit_net(callbacks, tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
+    trainer = fit_net([saver()], tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
     assert trainer.global_step == 10
