@@ -79,5 +79,4 @@ def fit(make: Callable[[], Loaders], callbacks: list[Callback], directory: Path,
     return trainer
 
 
-LATE = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
 """The validation loader is set up after the training loader, in a resumed run after the resume."""

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from tests.faulty_files import FaultyFiles
-from tests.file_faults import FaultyURLs, Step
+from tests.file_faults import Step
 
 NEVER = 1_000_000
 
@@ -67,16 +67,3 @@ class FullDisk(_Full):
         self.num_refused += 1
         carry_out(step.num_bytes // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(step.path))
-
-
-class Unreachable(_Full):
-    """A store, ``faulty://``, that does not answer during that time."""
-
-    def faulty(self, directory: str) -> Any:
-        return FaultyURLs(self.ask)
-
-    def ask(self, step: Step, carry_out: Callable[..., Any]) -> Any:
-        if not self.is_full:
-            return carry_out()
-        self.num_refused += 1
-        raise ConnectionError("the store does not answer")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lightning_faulttolerant.cli.found import find_checkpoints
 from lightning_faulttolerant.cli.histories import runs_of
-from lightning_faulttolerant.records.history import FILE_NAME, Chapter, RunHistory
-from lightning_faulttolerant.records.lines import read_lines
+from lightning_faulttolerant.records.history import Chapter, RunHistory
 
 
 def history_of(directory: Path | str) -> RunHistory:
@@ -21,12 +19,6 @@ def chapter_of(directory: Path | str) -> Chapter:
     """Return the only chapter of the only run."""
     [chapter] = history_of(directory).chapters
     return chapter
-
-
-def lines_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of the only run."""
-    [path] = directory.rglob(FILE_NAME)
-    return read_lines(path)
 
 
 def ends(chapter: Chapter) -> list[str | None]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
+from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.data_sets import NoisyDataset
 
@@ -148,14 +147,6 @@ LATER_EPOCH = Cut(kill=14, every=13, continues_at=(1, 5))
 
 LATER_SHORT_EPOCH = Cut(kill=9, every=8, continues_at=(1, 3))
 
-each_cut = pytest.mark.parametrize(
-    "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_EPOCH, id="later-epoch")]
-)
-each_short_cut = pytest.mark.parametrize(
-    "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_SHORT_EPOCH, id="later-epoch")]
-)
-each_num_workers = pytest.mark.parametrize("num_workers", [0, 2])
-
 
 def assert_continues(
     cut: Cut,
@@ -180,43 +171,3 @@ def assert_continues(
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.continues_at)
-
-
-def assert_exact(
-    users: Callable[[], list[Callback]],
-    *faults: Any,
-    module: Callable[[], LightningModule] = Net,
-    options: dict[str, Any] = {"every_n_train_steps": 1},  # noqa: B006 - it is only read
-    **arguments: Any,
-) -> list[Interruption]:
-    """Check that a fit with the callbacks from `users` obeys the law."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        own = None if module is Net else module()
-        return fit_net([*users(), *callbacks], directory, module=own, **arguments)
-
-    return assert_resumes_exactly(fit, faults, options=options)
-
-
-class RaiseAt(Callback):
-    """Raises in a hook of an epoch; comes after the callbacks of the run."""
-
-    def __init__(self, hook: str, epoch: int) -> None:
-        self.hook = hook
-        self.epoch = epoch
-
-    def strike(self, hook: str, trainer: Trainer) -> None:
-        if (hook, trainer.current_epoch) == (self.hook, self.epoch) and not trainer.sanity_checking:
-            raise ZeroDivisionError(f"in {hook}")
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.strike("on_train_epoch_start", trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.strike("on_train_epoch_end", trainer)
-
-    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.strike("on_validation_batch_end", trainer)
-
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        self.strike("on_validation_end", trainer)
