@@ -383,10 +383,10 @@ BROKEN = {
     "a large constructor": (large_constructors, {"errors.py": large_class(MAX_ATTRIBUTES + 1)}),
     "a function of another test": (
         imports_of_tests,
-        {"law/test_pace.py": "from tests.laws.test_which_run import Waits"},
+        {"laws/test_pace.py": "from tests.laws.test_which_run import Waits"},
     ),
     "another test": (imports_of_tests, {"twin/test_drill.py": "from tests.cli.drill import test_real_training"}),
-    "a test by name": (imports_of_tests, {"runs.py": "importlib.import_module('tests.law.test_faults')"}),
+    "a test by name": (imports_of_tests, {"runs.py": "importlib.import_module('tests.laws.test_faults')"}),
 }
 ALLOWED = {
     "downward": {

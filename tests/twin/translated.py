@@ -1,6 +1,6 @@
 """The tests of the suite once more, for ``pytorch_lightning``: translated as the package itself is.
 
-``twin_tests.law.test_model`` is ``tests/law/test_model.py`` with the imports of the other package.
+``twin_tests.laws.test_ranks`` is ``tests/laws/test_ranks.py`` with the imports of the other package.
 """
 
 from __future__ import annotations
