@@ -72,10 +72,12 @@ KNOWN = [
     ("counting data set and sampler with states", "no length"),
     ("attribute of a loader", "no length"),
     ("derived from the trainer", "HidesCopy"),
+    ("one cycle", "generator function"),
 ]
 """A batch that was fetched ahead is fetched again, from objects and states that the first fetch has changed already.
 
-The last: a repeated request of loaders sees weights of another moment, which the checkpoint lacks.
+The last two: a repeated request of loaders sees weights of another moment, which the checkpoint lacks; a generator that
+``configure_optimizers`` has requested early is refused, as if it yielded others.
 """
 
 

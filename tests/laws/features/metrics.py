@@ -15,7 +15,7 @@ from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker,
 from tests.laws.rows import Net, add, row, rows_of
 
 
-@row("module", part="metrics", shows=("metric_of_epoch", "metric_by_attribute", "metric_best"))
+@row("module", part="metrics", shows=("metric_of_epoch", "metric_by_attribute"))
 class LoggedMetrics(Net):
     """Metrics and collections that are logged as objects, by name or by attribute, per step and per epoch."""
 

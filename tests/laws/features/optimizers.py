@@ -57,8 +57,9 @@ def plateau(interval: str, frequency: int) -> Callable[[Any, Any], Any]:
 
 
 def one_cycle(module: Any, optimizer: Any) -> Any:
-    """Return a scheduler per step that the trainer sizes."""
+    """Return a scheduler per step that the trainer sizes, if the loaders have lengths."""
     steps = int(module.trainer.estimated_stepping_batches)
+    steps = steps if steps > 0 else 24
     return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=steps), "interval": "step"}
 
 
@@ -79,8 +80,10 @@ HALVES = {"val_check_interval": 3, "max_epochs": 3}
 scheduled(
     "cosine per epoch", lambda module, optimizer: CosineAnnealingLR(optimizer, T_max=4), trainer={"max_epochs": 3}
 )
-scheduled("one cycle", one_cycle)
-scheduled("one cycle in windows", one_cycle, trainer={"accumulate_grad_batches": 4}, repeats=4)
+scheduled("one cycle", one_cycle, takes=("early loaders",))
+scheduled(
+    "one cycle in windows", one_cycle, takes=("early loaders",), trainer={"accumulate_grad_batches": 4}, repeats=4,
+)  # fmt: skip
 scheduled("two in sequence", sequence)
 scheduled("plateau per epoch", plateau("epoch", 1), trainer=HALVES)
 scheduled("plateau every second epoch", plateau("epoch", 2), trainer=HALVES)
@@ -426,7 +429,7 @@ class ByHand(Net):
 
 @row("module", part="gradients", shows="weights", takes=("optimizer", *MANUAL), repeats=4, trainer={"max_epochs": 2})
 class TwoOptimizers(ByHand):
-    """Steps one optimizer after each batch, and one after every third, which keeps its gradients in between."""
+    """Steps one optimizer after each batch, and one after every fourth, which keeps its gradients in between."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -434,7 +437,7 @@ class TwoOptimizers(ByHand):
         self.manual_backward(loss)
         first.step()
         first.zero_grad()
-        if batch_idx % 3 == 2:
+        if batch_idx % 4 == 0:
             self.clip_gradients(second, gradient_clip_val=0.5)
             second.step()
             second.zero_grad()
