@@ -15,20 +15,13 @@ NUM_GROUPS, NUM_FAST_GROUPS = 12, 3
 LAWS = [
     "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_of_an_interrupted_run",
-    "law.test_lightning_callbacks.test_lambda_callback",
-    "law.test_faults.test_stop_signal_costs_no_batch",
+    "laws.test_saving.test_what_an_end_costs",
     "laws.test_evaluation.test_script_of_several_functions",
     "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
-    "law.test_lightning_callbacks.test_unfreezing",
-    "law.test_stochastic_weight_averaging.test_stochastic_weight_averaging",
-    "law.test_weight_averaging.test_exponential_average",
-    "law.test_faults.test_exception_in_a_hook_costs_no_finished_batch",
     "laws.test_files.test_files_in_the_directory_of_the_logger",
     "laws.test_files.test_start_from_its_own_file",
-    "law.test_ledger.test_joined_ledgers_are_the_uninterrupted_one",
-    "law.test_nothing_is_lost.test_run_that_a_killed_one_starts_from_keeps_its_files",
     "laws.test_ranks.test_ranks_continue",
     "laws.test_ranks.test_stop_of_one_rank",
 ]

@@ -86,13 +86,13 @@ class SplitBySamplers(LightningDataModule):
         return self.loaders[1]
 
 
-@row("train")
+@row("train", takes="first autosave")
 def drawn_indices() -> DataLoader[Tensor]:
     """A part has the same samples in each start, in another order."""
     return DataLoader(Subset(Names(24), torch.randperm(24).tolist()), 4)
 
 
-@row("train")
+@row("train", takes="first autosave")
 def drawn_orders() -> DataLoader[Tensor]:
     """A data set keeps what it draws in each kind of container."""
     return DataLoader(Drawn(), 4, shuffle=True)

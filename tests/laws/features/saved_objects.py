@@ -137,7 +137,7 @@ class SavesUncopied(Net):
 
 
 # Such a save is not written in the background: a kill repeats no more than without `async_save`.
-add("SavesUncopied", module=SavesUncopied, options={"async_save": True}, takes=FINDER, ranks=False)
+add("SavesUncopied", module=SavesUncopied, options={"async_save": True}, takes=(FINDER, "copies"), ranks=False)
 
 
 @row("module", takes=("hyperparameters", FINDER))

@@ -147,7 +147,7 @@ class LazyUntilFirstBatch(Lazy):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-add("LazyUntilFirstBatch", module=LazyUntilFirstBatch, takes=("layers", "optimizer"))
+add("LazyUntilFirstBatch", module=LazyUntilFirstBatch, takes=("layers", "optimizer", "first autosave"))
 
 
 @row("module", takes="log")

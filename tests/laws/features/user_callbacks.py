@@ -227,7 +227,7 @@ class Fits(Callback):
         pl_module.log_dict({"expected": expected, "taught_by_copy": taught}, batch_size=4)
 
 
-@row("callbacks", takes="copies")
+@row("callbacks", takes=("copies", "data", "layers"))
 class ReturnsItsAttributes(Callback):
     """Returns all of its attributes as its state, as some do; Lightning has set ``log`` among them."""
 
