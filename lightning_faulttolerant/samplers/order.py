@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 
@@ -257,22 +257,6 @@ def place_of(*, num_replicas: int | None, rank: int | None) -> RankPlace:
 
 
 _FIRST_CHUNK, _MAX_CHUNK = 1024, 16384  # little work before the first index, and little work per index later
-
-
-@runtime_checkable
-class SkipsIndices(Protocol):
-    """A sampler, or batch sampler, that can skip its beginning directly: all interruptible samplers here.
-
-    ``iter_from(k)`` yields the same as ``islice(iter(sampler), k, None)``, in a time that doesn't depend on k. Code
-    that keeps positions itself never calls ``advance``. The sampler's own position then stays at 0, and ``iter`` yields
-    the whole epoch. Its order depends on ``sampler.epoch`` (set by ``set_epoch``), and on no generator.
-    ``sampler.order(epoch)`` returns the order, a `SampleOrder`. ``sampler.deal(consumed)`` returns this rank's part of
-    it after the samples that all ranks have consumed, an `EpochPart`: it deals the rest of an epoch to any number of
-    ranks.
-    """
-
-    def iter_from(self, num_skipped: int) -> Iterator[object]:
-        """Return an iterator over everything that ``iter`` yields after its first `num_skipped`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

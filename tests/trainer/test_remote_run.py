@@ -53,8 +53,8 @@ def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch:
 SCRIPT = """
 import sys
 import fsspec
-from lightning_faulttolerant.trainer.run.directory import open_run
-run = open_run(sys.argv[1], "run")
+from lightning_faulttolerant.trainer.run.directory import directory_of, open_directory
+run = open_directory(directory_of(sys.argv[1], "run"))
 run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
 run.end_fit()
 fsspec.get_filesystem_class("s3").clear_instance_cache()  # the host is to be looked up again

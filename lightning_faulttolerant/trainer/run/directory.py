@@ -460,23 +460,17 @@ def run_of_process(directory: str) -> RunDirectory | None:
     return run if run is not None and run.process_id == os.getpid() else None
 
 
-def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> RunDirectory:
-    """Return this process's run of that name, locked against other processes.
+def open_directory(directory: str, script: Script | None = None) -> RunDirectory:
+    """Return this process's run in a directory that `directory_of` returned, locked against other processes.
 
     Args:
-        dirpath: The directory of the runs.
-        run_id: The name of the run.
+        directory: The directory.
         script: The process that created the callback. Default: this one.
 
     Raises:
         RunInUseError: If another process holds the run.
         CheckpointError: If the directory can't be written.
     """
-    return open_directory(directory_of(dirpath, run_id), script)
-
-
-def open_directory(directory: str, script: Script | None = None) -> RunDirectory:
-    """Return this process's run in a directory that `directory_of` returned. See `open_run`."""
     run = run_of_process(directory)
     if run is None:
         try:

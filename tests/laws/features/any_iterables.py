@@ -226,7 +226,7 @@ class OneSource(LightningDataModule):
         return FromSource(self.one.source)
 
 
-@row("data", part="loaders", shows="content")
+@row("data", part="loaders", shows="content", takes="argument val_check_interval")
 class OneLoader(OneSource):
     """One loader serves training and validation."""
 

@@ -148,7 +148,7 @@ class ThinsStates(Net):
         assert all(state["another"] == 1 for state in checkpoint["callbacks"].values())
 
 
-@row("module", takes="checkpoint")
+@row("module", takes=("checkpoint", "first autosave"))
 class SavesWhatStepsMake(Net):
     """Has nothing to save before its first step: the first autosave comes after a batch."""
 

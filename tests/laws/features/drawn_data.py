@@ -42,7 +42,7 @@ def shuffled(values: Iterable[Any]) -> list[Any]:
     return values
 
 
-@row("data")
+@row("data", takes="first autosave")
 class DrawnSplit(LightningDataModule):
     """A split is drawn in ``setup``, also for the samples of the validation."""
 
@@ -56,7 +56,7 @@ class DrawnSplit(LightningDataModule):
         return DataLoader(self.parts[1], 4)
 
 
-@row("data", trainer={"num_sanity_val_steps": 0})
+@row("data", takes="first autosave", trainer={"num_sanity_val_steps": 0})
 class SplitInsideConcatenation(LightningDataModule):
     """Drawn parts of several data sets are joined; the validation loader comes late, in a resumed run after it."""
 
@@ -71,7 +71,7 @@ class SplitInsideConcatenation(LightningDataModule):
         return DataLoader(self.parts[1], 4)
 
 
-@row("data", ranks=False)
+@row("data", takes="first autosave", ranks=False)
 class SplitBySamplers(LightningDataModule):
     """Samplers select drawn parts of one data set."""
 

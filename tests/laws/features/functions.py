@@ -39,7 +39,7 @@ def global_generators() -> DataLoader:
     return DataLoader(DrawsFromGlobals(24), batch_size=4, shuffle=True)
 
 
-@row("train", part="loaders", shows="content", takes="global generators")
+@row("train", part="loaders", shows="content", takes=("global generators", "epochs told"))
 def global_generators_in_workers() -> DataLoader:
     """Workers draw from generators at the top of a module."""
     return DataLoader(DrawsFromGlobals(32), batch_size=4, shuffle=True, num_workers=2)

@@ -139,7 +139,7 @@ def sampled(name: str, make: Callable[[], Any], **values: Any) -> None:
     add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
 
 
-sampled("interruptible", lambda: InterruptibleSampler(range(24), seed=3), callbacks=Advances)
+sampled("interruptible", lambda: InterruptibleSampler(range(24), seed=3), callbacks=Advances, takes="epochs told")
 sampled("distributed", lambda: InterruptibleDistributedSampler(range(24), order="feistel"))
 add(
     "ten billion samples",
