@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance, HangWatch
+from lightning_faulttolerant.processes import parents_and_states
 from lightning_faulttolerant.supervision.heartbeats import (
     DIRECTORY_VARIABLE,
     SECTION_NAMES,
@@ -20,6 +22,7 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_failures,
     read_heartbeats,
 )
+from lightning_faulttolerant.supervision.watch import SIGNAL
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
 
@@ -191,3 +194,40 @@ def test_fit_without_room_for_its_marks_runs_unwatched(
     fit_net([*protected(tmp_path), HangWatch("report")], tmp_path, max_epochs=1)
     assert "its heartbeat can't be written: No space left on device" in caplog.text
     assert list(read_heartbeats(supervisor)) == []
+
+
+class LooksAround(Callback):
+    """Notes what watches a fit."""
+
+    def __init__(self) -> None:
+        self.watchers: set[int] = set()
+        self.catches = False
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.watchers |= children()
+        self.catches = catches_the_signal()
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started and that are alive."""
+    parents, states = parents_and_states()
+    return {child for child, parent in parents.items() if parent == os.getpid() and states[child] != "Z"}
+
+
+def catches_the_signal() -> bool:
+    """Return whether this process has a handler for the signal that asks for stacks."""
+    assert SIGNAL is not None
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)
+
+
+@pytest.mark.parametrize("watch", [[HangWatch("report")], []], ids=["watched", "not watched"])
+def test_nothing_is_left_after_the_fit(tmp_path: Path, watch: list[Callback]) -> None:
+    """A watcher and a handler are there during the fit if they are asked for, and gone after it."""
+    before, looks = children(), LooksAround()
+    fit_net([FaultTolerance(tmp_path / "autosaves"), *watch, looks], tmp_path, max_epochs=1)
+    assert looks.catches == bool(watch)
+    assert len(looks.watchers - before) == (1 if watch else 0)
+    assert not catches_the_signal()
+    while children() - before:  # they end by themselves
+        time.sleep(0.05)

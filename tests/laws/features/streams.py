@@ -202,7 +202,7 @@ def augmented() -> Augmented:
     return Augmented(shards(), shuffle=True, batch_size=4, shuffle_block_size=16)
 
 
-@row("train", part="loaders", shows="content")
+@row("train", part="loaders", shows="content", apart="counts")
 def streaming() -> DataLoader[Any]:
     """Workers that live on read a streaming data set."""
     return StreamingDataLoader(augmented(), batch_size=4, num_workers=2, persistent_workers=True)
