@@ -18,7 +18,7 @@ class Leaves(Net):
     strict_loading = False
 
 
-@row("module", takes=("checkpoint", "optimizer", "layers"))
+@row("module", takes=("checkpoint", "optimizer", "layers", "argument accumulate_grad_batches"))
 class Drops(Leaves):
     """Saves only some of its trained layers."""
 
