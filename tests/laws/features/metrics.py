@@ -15,7 +15,12 @@ from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker,
 from tests.laws.rows import Net, add, row, rows_of
 
 
-@row("module", part="metrics", shows=("metric_of_epoch", "metric_by_attribute"))
+@row(
+    "module",
+    part="metrics",
+    shows=("metric_of_epoch", "metric_by_attribute"),
+    warns=("No (negative|positive) samples in targets", "Encountered `nan` values"),
+)
 class LoggedMetrics(Net):
     """Metrics and collections that are logged as objects, by name or by attribute, per step and per epoch."""
 

@@ -6,22 +6,16 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
     OnExceptionCheckpoint,
     SpikeDetection,
     ThroughputMonitor,
     throughput_monitor,
 )
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import clock
-from tests.laws.data_sets import NoisyDataset
-from tests.laws.features.data_modules import Data
-from tests.laws.rows import Net, add, row
+from tests.laws.rows import Net, add
 
 
 class Clock:
@@ -81,36 +75,3 @@ add(
     callbacks=lambda: SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path="unused.json"),
     ranks=False,
 )
-
-
-class Tuned(Net):
-    """Has the attribute that a finder sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.01
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
-
-
-add(
-    "LearningRateFinder", module=Tuned, callbacks=lambda: LearningRateFinder(num_training_steps=20),
-    takes=("optimizer", "finder"), ranks=False,
-)  # fmt: skip
-
-
-@row(
-    "data",
-    name="BatchSizeFinder",
-    callbacks=lambda: BatchSizeFinder(max_trials=1, steps_per_trial=2, init_val=2),
-    takes="finder",
-    ranks=False,
-)
-class Sized(Data):
-    """Has the attribute that a finder sets."""
-
-    batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(NoisyDataset(24), batch_size=self.batch_size, shuffle=True)
