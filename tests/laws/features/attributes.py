@@ -90,7 +90,7 @@ class Collections(Factor):
         self.per_phase: OrderedDict[Phase, float] = OrderedDict()
 
     def factor(self, loss: Tensor) -> float:
-        value = loss.item()
+        value = float(torch.nan_to_num(loss.detach(), posinf=1e6).clamp(max=1e6))  # other rows may let it diverge
         self.recent.append(value)
         self.seen.add(int(value * 10) % 5)
         label = int(value * 10) % 3
