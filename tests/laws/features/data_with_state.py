@@ -213,4 +213,4 @@ class FromModule(LightningDataModule):
         return rows_of(8, shuffle=False)()
 
 
-add("data that training makes", part="objects", shows="length", module=Explores, data=FromModule, takes="finder")
+add("data that training makes", part="objects", shows="length", module=Explores, data=FromModule)

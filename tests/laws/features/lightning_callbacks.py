@@ -53,7 +53,7 @@ class Unfreezing(BaseFinetuning):
 
 ALL = ("optimizer", "layers", "copies")
 THREE: dict[str, Any] = {"takes": ALL, "trainer": {"max_epochs": 3}}
-add("unfreezing", module=Backbone, callbacks=Unfreezing, **{**THREE, "takes": (*ALL, "finder")})
+add("unfreezing", module=Backbone, callbacks=Unfreezing, **THREE)
 
 
 class NormNet(Net):

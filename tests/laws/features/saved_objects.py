@@ -21,8 +21,8 @@ from tests.laws.data_sets import NoisyDataset
 from tests.laws.features.data_modules import Data
 from tests.laws.rows import Net, add, row
 
-# A finder of Lightning loads its own checkpoint, and refuses objects in it.
-FINDER = "finder"
+# A start from a file of the user's refuses objects in it, and so does a finder of Lightning.
+IN_FILES = "objects in files"
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Settings:
     seen: list[float] = field(default_factory=list)
 
 
-@row("module", takes=("layers", FINDER), ranks=False)
+@row("module", takes=("layers", IN_FILES), ranks=False)
 class SavesTable(Net):
     """Saves a table of losses, its settings, and fitted encoders, as pytorch-forecasting and darts do."""
 
@@ -65,7 +65,7 @@ class SavesTable(Net):
         self.saved_settings, self.saved_fits = checkpoint["described"]["settings"], checkpoint["described"]["fits"]
 
 
-@row("callbacks", takes=("layers", FINDER))
+@row("callbacks", takes=("layers", IN_FILES))
 class SavesModules(Callback):
     """Has a metric, a module, and a path as objects in its state."""
 
@@ -87,7 +87,7 @@ class SavesModules(Callback):
         self.metric, self.slow = state_dict["metric"], state_dict["slow"]
 
 
-@row("data", takes=FINDER, ranks=False)
+@row("data", takes=IN_FILES, ranks=False)
 class SavesEncoder(Data):
     """Fits its encoder once, and takes it from the checkpoint afterwards."""
 
@@ -137,10 +137,10 @@ class SavesUncopied(Net):
 
 
 # Such a save is not written in the background: a kill repeats no more than without `async_save`.
-add("SavesUncopied", module=SavesUncopied, options={"async_save": True}, takes=(FINDER, "copies"), ranks=False)
+add("SavesUncopied", module=SavesUncopied, options={"async_save": True}, takes=(IN_FILES, "copies"), ranks=False)
 
 
-@row("module", takes=("hyperparameters", FINDER))
+@row("module", takes=("hyperparameters", IN_FILES))
 class OddHyperparameters(Net):
     """Has hyperparameters of kinds that no safe file holds."""
 

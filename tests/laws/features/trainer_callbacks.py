@@ -1,4 +1,4 @@
-"""Lightning's callbacks that measure, search, or save at an exception."""
+"""Lightning's callbacks that measure, or save at an exception."""
 
 from __future__ import annotations
 
