@@ -76,17 +76,35 @@ def run(main: Callable[[], Any], **arguments: Any) -> Ended:
     return Script(main, **arguments).wait()
 
 
+class Child:
+    """A forked process that runs a function and exits without any cleanup."""
+
+    def __init__(self, main: Callable[[], Any]) -> None:
+        self.process_id = os.fork()
+        if not self.process_id:
+            code = 1
+            try:
+                main()
+                code = 0
+            finally:
+                os._exit(code)
+        self._is_over = False
+
+    def wait(self) -> int:
+        """Return the exit code once the process has ended."""
+        self._is_over = True
+        return os.waitstatus_to_exitcode(os.waitpid(self.process_id, 0)[1])
+
+    def kill(self) -> None:
+        """Kill the process if it has not ended, and wait for its end."""
+        if not self._is_over:
+            os.kill(self.process_id, signal.SIGKILL)
+            self.wait()
+
+
 def in_child(main: Callable[[], Any]) -> int:
     """Run `main` in a forked process that ends without any cleanup; return its exit code."""
-    process_id = os.fork()
-    if not process_id:
-        code = 1
-        try:
-            main()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+    return Child(main).wait()
 
 
 def dead_process_id() -> int:

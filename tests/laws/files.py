@@ -14,11 +14,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
+from tests.laws.rows import Net
+
 _OURS = ("fault_tolerance", "registry", "start-")
 _KNOWN = (
     "best_model_path", "best_model_score", "best_k_models", "kth_best_model_path", "kth_value", "last_model_path",
     "current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation",
 )  # fmt: skip
+
+
+class Late(Net):
+    """Has hyperparameters, and logs one more value from its fourth batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"width": 8})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step >= 3:
+            self.log("a late, one", batch.mean())
+        return super().training_step(batch, batch_idx)
 
 
 class Knows(Callback):

@@ -303,3 +303,17 @@ class Group:
 def rows_of(length: int, *, shuffle: bool = True, **arguments: Any) -> Callable[[], DataLoader[Any]]:
     """Return what makes a loader of noisy rows, in batches of four."""
     return lambda: DataLoader(NoisyDataset(length), batch_size=4, shuffle=shuffle, **arguments)
+
+
+class Rows(LightningDataModule):
+    """Trains on so many noisy rows."""
+
+    def __init__(self, num_rows: int = 24) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def train_dataloader(self) -> Any:
+        return rows_of(self.num_rows)()
+
+    def val_dataloader(self) -> Any:
+        return rows_of(8, shuffle=False)()

@@ -17,10 +17,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from syrupy.assertion import SnapshotAssertion
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 
 from tests.laws.cuts import Cut
-from tests.laws.rows import Net
+from tests.laws.files import Late
 from tests.laws.starts import Script, Start, one, slow_half, told
 
 pytestmark = pytest.mark.filterwarnings("ignore:MLFlow only allows:RuntimeWarning")
@@ -35,19 +34,6 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", True)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("wandb", "mlflow")]:
         monkeypatch.delitem(sys.modules, name)
-
-
-class Late(Net):
-    """Has hyperparameters, and logs one more value from its fourth batch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({"width": 8})
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step >= 3:
-            self.log("a late, one", batch.mean())
-        return super().training_step(batch, batch_idx)
 
 
 def wandb(**arguments: Any) -> Callable[[], WandbLogger]:

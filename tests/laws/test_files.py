@@ -16,12 +16,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from syrupy.assertion import SnapshotAssertion
-from torch import Tensor
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut
-from tests.laws.files import Knows, contents
-from tests.laws.rows import Group, Net, Row, rows_of
+from tests.laws.files import Knows, Late, contents
+from tests.laws.rows import Group, Row, rows_of
 from tests.laws.runs import QUIET, Training
 from tests.messages import plain
 
@@ -53,19 +52,6 @@ LOGGERS: dict[str, Callable[[], Any]] = {
     "text": lambda: CSVLogger(".", name="text", version="mine"),
     "tensorboard": lambda: TensorBoardLogger(".", name="tensorboard", sub_dir="sub", version="mine"),
 }
-
-
-class Late(Net):
-    """Has hyperparameters, and logs one more value from its fourth batch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({"width": 8})
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step >= 3:
-            self.log("a late, one", batch.mean())
-        return super().training_step(batch, batch_idx)
 
 
 class LogsAside(Callback):

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut, Cuts
 from tests.laws.events import Events
-from tests.laws.rows import Group, Net, rows_of
+from tests.laws.rows import Group, Net, Rows
 from tests.laws.runs import QUIET, Training
 from tests.laws.starts import Script, Start, slow_half, told
 from tests.messages import plain
@@ -44,20 +44,6 @@ def _lightnings_own_affairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
-class Data(LightningDataModule):
-    """Shuffled noisy data."""
-
-    def __init__(self, num_rows: int = 24) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-
-    def train_dataloader(self) -> Any:
-        return rows_of(self.num_rows)()
-
-    def val_dataloader(self) -> Any:
-        return rows_of(8, shuffle=False)()
-
-
 class WideNet(Net):
     """Has a hyperparameter, which its checkpoints contain."""
 
@@ -77,7 +63,7 @@ def train(path: Path, cut: Callback, **config: Any) -> None:
     """Act as a script with a configuration."""
     trainer = {**QUIET, "max_epochs": 2, "log_every_n_steps": 1, "callbacks": OURS, "logger": LOGGER, **config}
     Path("run.yaml").write_text(yaml.safe_dump({"seed_everything": trainer.pop("seed", 7), "trainer": trainer}))
-    LightningCLI(WideNet, Data, trainer_defaults={"callbacks": [Events(path), cut]})
+    LightningCLI(WideNet, Rows, trainer_defaults={"callbacks": [Events(path), cut]})
 
 
 def start(*more: str, cut: Cut | Callback | None = None, command: str = "fit", env: Any = None, **config: Any) -> Start:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
@@ -30,7 +30,7 @@ from tests.laws.cuts import Cut
 from tests.laws.data_sets import HoldingDataset, NoisyDataset, StatefulSampler, counted
 from tests.laws.events import write
 from tests.laws.features.starts import ChangesOnLoad, Scaled, SetsOptimizer, SetsOthers, stopping
-from tests.laws.rows import Net, rows_of
+from tests.laws.rows import Net, Rows, rows_of
 from tests.laws.starts import Script, Start, one, slow_half, told, trained, whole
 from tests.messages import plain
 
@@ -59,20 +59,6 @@ class Named(Net):
 def named(**values: Any) -> type[Named]:
     """Return a module with these hyperparameters."""
     return type("Named", (Named,), {"values": values, "__module__": __name__})
-
-
-class Rows(LightningDataModule):
-    """Has so many rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.num_rows = num_rows
-
-    def train_dataloader(self) -> Any:
-        return rows_of(self.num_rows)()
-
-    def val_dataloader(self) -> Any:
-        return rows_of(8, shuffle=False)()
 
 
 def folds(*cuts: Cut | None, numbers: range = range(3), **more: Any) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.streaming.cache.directory import MARKS_DIRECTORY
-from tests.processes import in_child, run
-from tests.streaming.children import Child, child, run_all, wait_for
+from tests.processes import Child, in_child, run
+from tests.streaming.children import child, run_all, wait_for
 from tests.streaming.remotes import PER_SHARD, SHARD, assert_tidy, assert_whole, data_of, flaky, opened, put, web
 from tests.streaming.shard_files import numbers
 
