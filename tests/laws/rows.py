@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.laws.data_sets import NoisyDataset
 MOST_LOADERS = 3
 PARTS_OF_EVENTS = ("content", "result", "weights", "optimizers", "random", "modes", "stopped", "batch", "evaluated")
 FEATURES = Path(__file__).parent / "features"
+_FEATURES = f"{__name__.rpartition('.')[0]}.features."
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 
@@ -157,6 +159,8 @@ class Row:
 
 
 _rows: dict[str, Row] = {}
+_homes: dict[str, str] = {}
+"""The module of each row."""
 
 
 def add(name: str, **values: Any) -> Row:
@@ -189,8 +193,22 @@ def carried(made: type[Factor]) -> type[Factor]:
 def all_rows() -> dict[str, Row]:
     """Return the rows of all features."""
     for found in sorted(pkgutil.iter_modules([str(FEATURES)]), key=lambda each: each.name):
-        importlib.import_module(f"{__name__.removesuffix('.rows')}.features.{found.name}")
+        known, name = len(_rows), f"{_FEATURES}{found.name}"
+        importlib.import_module(name)
+        _homes.update(dict.fromkeys(list(_rows)[known:], name))
     return _rows
+
+
+def forget_others(rows: Iterable[Row]) -> None:
+    """Forget, in a process of their own, what other rows define: else each save would look through all of that."""
+    rows = list(rows)
+    kinds = [kind for each in rows for kind in (each.module or Net).__mro__]
+    made = [getattr(each, kind) for each in rows for kind in ("callbacks", "train", "validation", "data")]
+    kept = {_homes.get(each.name) for each in rows} | {getattr(each, "__module__", "") for each in (*kinds, *made)}
+    for name in [name for name in sys.modules if name.startswith(_FEATURES) and name not in kept]:
+        del sys.modules[name]
+    for name in _rows.keys() - {each.name for each in rows}:
+        del _rows[name]
 
 
 def taken(each: Row) -> frozenset[str]:

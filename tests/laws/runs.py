@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut, Cuts
 from tests.laws.events import Broken, Event, Events, Logs, read, slice_of, write_end
 from tests.laws.processes import run_ranks
-from tests.laws.rows import Group
+from tests.laws.rows import Group, forget_others
 from tests.messages import plain
 
 _SEED, _OTHER_SEED = 1, 20_000
@@ -116,6 +116,7 @@ class Training:
 
     def run(self, path: Path, cut: Cut | None, options: dict[str, Any]) -> None:
         """Do in this process what one rank does, and write its events."""
+        forget_others(self.group.rows)
         os.chdir(self.root)
         for message in [*_ADVICE, *(message for each in self.group.rows for message in each.warns)]:
             warnings.filterwarnings("ignore", message)
