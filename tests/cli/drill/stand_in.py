@@ -117,9 +117,10 @@ class Loop:
         place = ":".join(map(str, (self.number, *self.place.values())))
         if place in os.environ.get("PL_FAULT_TOLERANT_SAVE_AT", "").split(",") and not options.deaf:
             self.save()
-        while place == os.environ.get("PL_FAULT_TOLERANT_HOLD_AT") and not stops and not options.deaf:
+        hold = os.environ.get("PL_FAULT_TOLERANT_HOLD_AT")
+        while place == hold and not stops and not options.deaf:
             time.sleep(0.001)
-        if stops:
+        if stops and (hold in (None, place) or options.deaf):  # always at the same place, however early it comes
             self.save()
             sys.exit(options.stops_with)
 
