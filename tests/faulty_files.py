@@ -1,44 +1,188 @@
-"""Count the steps of this process with the files below a directory, and make chosen ones fail, or lose the power there.
+"""A file system that fails: each step of this process with the files below a directory can fail, or lose the power.
 
-``FaultyFiles`` replaces ``open``, and the functions of ``os`` that change or list files, while its block runs. Then it
-restores them exactly. Each system call of a file that is open for writing is a step.
+A fault is a function of the step and of the function that carries it out; its return value or error is what the
+program sees. Write your own if those here are not enough::
 
-After a power loss, only the content that a disk had to keep is left: the content of a file as of its last fsync, and a
-name as of the last fsync of its directory.
+    def slow(step, carry_out):
+        time.sleep(0.1)
+        return carry_out()
+
+``FaultyFiles`` applies one to chosen steps on a disk, ``FaultyURLs`` to those in a store, and ``PowerLoss`` leaves
+what a disk had to keep. ``FullDisk`` is a callback for fits.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
 import functools
 import io
 import os
 import pathlib
 import shutil
+import signal
 import stat
-import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, final
+from typing import IO, Any, ClassVar, Literal, final
 
-from tests.file_faults import Fault, FaultySteps, Step
+import fsspec
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import Self
 
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Two blocks of one process would restore each other's functions if they ended out of order.
-_BLOCKS: ContextVar[tuple[FaultyFiles, ...]] = ContextVar("blocks", default=())
+# "open": for writing. "write" and "truncate": of content. "close": of a file that was open for writing; some file
+# systems report errors only there. "rename": also over an existing file. "link": a hard or a symbolic one.
+KINDS = {"open", "write", "truncate", "close", "fsync", "fsync_directory", "rename", "unlink", "link", "mkdir", "rmdir"}
+KINDS |= {"list"}
 
 
 @final
-class FaultyFiles:
-    """A context manager that counts the file-system steps below a directory, and applies a fault to chosen ones.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step.
 
-    It sees all threads of the process, and processes forked in the block. For a file that is open for writing, a step
-    is a call that reaches the system: a small write that stays in Python's buffer is not a step, and the flush that
-    empties the buffer is one "write".
+    Args:
+        number: The step's number in its block, from 1.
+        kind: One of `KINDS`.
+        path: The path of the step; for a rename or a link, the new name.
+        num_bytes: The number of bytes in a write.
+    """
+
+    number: int
+    kind: str
+    path: Path
+    num_bytes: int = 0
+
+
+# ``carry_out()`` does the whole step. ``carry_out(n)`` writes only the first n bytes, if the step is a write.
+CarryOut = Callable[..., Any]
+Fault = Callable[[Step, CarryOut], object]
+
+
+def fail_with(error_number: int) -> Fault:
+    """Return a fault that raises an ``OSError`` of this number, such as ``errno.ENOSPC``, instead of doing the step."""
+
+    def fail(step: Step, carry_out: CarryOut) -> object:
+        raise OSError(error_number, os.strerror(error_number), str(step.path))
+
+    return fail
+
+
+def write_short(step: Step, carry_out: CarryOut) -> object:
+    """Write only the first half of the data, and return the short count, as a system call may."""
+    return carry_out((step.num_bytes + 1) // 2)
+
+
+def lose(step: Step, carry_out: CarryOut) -> object:
+    """Report the step as done without doing it."""
+    return step.num_bytes if step.kind == "write" else None
+
+
+def kill_before(step: Step, carry_out: CarryOut) -> Any:
+    """Kill the process (SIGKILL) instead of doing the step: use it in a process started for that."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_after(step: Step, carry_out: CarryOut) -> Any:
+    """Do the step, then kill the process (SIGKILL), even if the step failed: use it in a process started for that."""
+    try:
+        carry_out()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Block:
+    """A context manager that counts steps, and applies a fault to chosen ones.
+
+    Args:
+        fault: Applied in the chosen steps; None only counts.
+        kind: Only steps of this kind, or of these kinds, are chosen; all by default.
+        at: The number of the chosen step among those of its kind, from 1; None for each of them.
+        lasting: Whether each step of its kind from `at` on is chosen, as on a disk that is full and stays full.
+
+    Attributes:
+        steps: The steps so far, including the chosen ones.
+    """
+
+    _inside = threading.local()
+
+    def __init__(
+        self,
+        fault: Fault | None = None,
+        *,
+        kind: str | Collection[str] | None = None,
+        at: int | None = None,
+        lasting: bool = False,
+    ) -> None:
+        self.steps: list[Step] = []
+        self._fault = fault
+        self._kinds = KINDS if kind is None else {kind} if isinstance(kind, str) else {*kind}
+        assert self._kinds <= KINDS
+        self._at = at
+        self._lasting = lasting
+        self._num_of_kinds = 0
+        self._is_open = False
+        self._lock = threading.RLock()  # a signal handler may take a step too
+
+    def __enter__(self) -> Self:
+        self._is_open = True
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._is_open = False
+        return None
+
+    def take(self, kind: str, path: Path, perform: CarryOut, *, num_bytes: int = 0) -> Any:
+        """Count a step, and do it, or apply the fault to it; steps within a step are not counted."""
+        if not self._is_open or getattr(self._inside, "is_set", False):
+            return perform()
+        with self._lock:
+            step = Step(number=len(self.steps) + 1, kind=kind, path=path, num_bytes=num_bytes)
+            self.steps.append(step)
+            fault = self._fault if self._is_chosen(kind) else None
+        self._inside.is_set = True
+        try:
+            return perform() if fault is None else fault(step, perform)
+        finally:
+            self._inside.is_set = False
+
+    def _is_chosen(self, kind: str) -> bool:
+        if kind not in self._kinds:
+            return False
+        self._num_of_kinds += 1
+        return self._at is None or self._num_of_kinds == self._at or (self._lasting and self._num_of_kinds > self._at)
+
+
+# On a disk.
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_KIND_OF = {
+    **{name: name for name in ("open", "mkdir", "rmdir", "unlink", "rename", "link", "truncate", "fsync", "write")},
+    "remove": "unlink",
+    "replace": "rename",
+    "symlink": "link",
+    "ftruncate": "truncate",
+    "fdatasync": "fsync",
+    "listdir": "list",
+    "scandir": "list",
+    "pwrite": "write",
+    "sendfile": "write",  # shutil copies with the last
+}
+
+
+class FaultyFiles(_Block):
+    """A block of the steps below a directory of a disk.
+
+    It replaces ``open``, and the functions of ``os`` that change or list files, and restores them exactly. It sees all
+    threads of the process, and processes forked in the block. For a file that is open for writing, a step is a call
+    that reaches the system: a small write that stays in Python's buffer is not a step, and the flush that empties the
+    buffer is one "write".
 
     It does not see steps that don't go through Python: writers in other languages, such as ``torch.save(obj, path)``,
     which opens a path in C++ (``torch.save(obj, file)`` is seen); sqlite; processes started by ``exec``. Nor does it
@@ -47,15 +191,10 @@ class FaultyFiles:
 
     Args:
         directory: The steps below it count; it must exist, but the files below may come later.
-        fault: Applied in the chosen steps, such as ``fail_with(errno.ENOSPC)``; None only counts.
-        kind: Only steps of this kind, or of these kinds (see ``KINDS``), are chosen; all by default.
-        at: The number of the chosen step among those of its kind, from 1; None for each of them.
-        lasting: Whether each step of its kind from `at` on is chosen, as on a disk that is full and stays full.
+        fault: As in the others.
+        options: As in the others.
 
     Example:
-        >>> import errno, tempfile
-        >>> from tests.faulty_files import FaultyFiles
-        >>> from tests.file_faults import fail_with
         >>> directory = Path(tempfile.mkdtemp())
         >>> with FaultyFiles(directory) as files:
         ...     _ = (directory / "notes.txt").write_text("all is well")
@@ -68,137 +207,62 @@ class FaultyFiles:
         OSError: [Errno 28] No space left on device: ...
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        fault: Fault | None = None,
-        *,
-        kind: str | Collection[str] | None = None,
-        at: int | None = None,
-        lasting: bool = False,
-    ) -> None:
-        self._faulty = FaultySteps(fault, kind=kind, at=at, lasting=lasting)
+    _replaced: ClassVar[list[tuple[object, str, object]]] = []
+
+    def __init__(self, directory: str | os.PathLike[str], fault: Fault | None = None, **options: Any) -> None:
+        super().__init__(fault, **options)
         self._root = Path(os.path.realpath(directory))
-        self._is_open = False
-        self._replaced: list[tuple[object, str, object]] = []
 
-    @property
-    def steps(self) -> list[Step]:
-        """The steps so far, including the chosen ones."""
-        return self._faulty.steps
-
-    def __enter__(self) -> FaultyFiles:
-        if _BLOCKS.get():
-            raise RuntimeError("A FaultyFiles or PowerLoss block is already open. Two at once would see each other.")
-        _BLOCKS.set((self,))
-        self._is_open = True
+    def __enter__(self) -> Self:
+        assert not self._replaced, "a block is already open, and two at once would see each other"
         for owner, name, ours in self._replacements():
             self._replaced.append((owner, name, vars(owner)[name]))
             setattr(owner, name, ours)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> bool | None:
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
-        _BLOCKS.set(())
-        self._is_open = False
+        return super().__exit__()
 
-    def take(self, kind: str, path: Path, perform: Callable[..., object], *, num_bytes: int = 0) -> Any:
-        """Count a step, and do it, or apply the fault to it."""
-        return perform() if not self._is_open else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
-
-    def _place(self, file: object, dir_fd: int | None = None) -> Path | None:
-        path = locate(file, dir_fd)
+    def _place(self, file: object, folder: int | None = None) -> Path | None:
+        path = locate(file, folder)
         return path if path is not None and (path == self._root or self._root in path.parents) else None
 
     def _replacements(self) -> Iterator[tuple[object, str, object]]:
-        by_name = {
-            **{name: self._of_one("unlink", getattr(os, name)) for name in ("unlink", "remove")},
-            **{name: self._of_one(name, getattr(os, name)) for name in ("mkdir", "rmdir")},
-            **{name: self._of_one("truncate", getattr(os, name)) for name in ("truncate", "ftruncate")},
-            **{name: self._of_one("list", getattr(os, name)) for name in ("listdir", "scandir")},
-            **{name: self._of_two("rename", getattr(os, name)) for name in ("replace", "rename")},
-            **{name: self._of_two("link", getattr(os, name)) for name in ("link", "symlink")},
-            **{name: self._sync(getattr(os, name)) for name in ("fsync", "fdatasync") if hasattr(os, name)},
-            **{name: self._write(getattr(os, name)) for name in ("write", "pwrite") if hasattr(os, name)},
-            "open": self._open_descriptor(os.open),
-        }
-        if hasattr(os, "sendfile"):  # shutil copies with it
-            by_name["sendfile"] = self._of_one("write", os.sendfile)
+        by_name = {name: self._replacement(kind, getattr(os, name)) for name, kind in _KIND_OF.items()}
         yield from ((os, name, ours) for name, ours in by_name.items())
         opens = self._open(builtins.open)
-        yield builtins, "open", opens
-        yield io, "open", opens
+        yield from ((owner, "open", opens) for owner in (builtins, io))
         accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of os here
         if accessor is not None:
             ours = {**by_name, "open": opens}
             yield from ((accessor, name, staticmethod(ours[name])) for name in sorted(set(ours) & set(vars(accessor))))
 
-    def _of_one(self, kind: str, real: Callable[..., object]) -> Callable[..., object]:
-        """Return a replacement for a function with the path or the descriptor as its first argument."""
-
+    def _replacement(self, kind: str, real: CarryOut) -> CarryOut:
         @functools.wraps(real)
-        def call(file: object = ".", *args: object, dir_fd: int | None = None, **options: object) -> object:
-            options |= {} if dir_fd is None else {"dir_fd": dir_fd}
-            place = self._place(file, dir_fd)
-            perform = functools.partial(real, file, *args, **options)
-            return perform() if place is None else self.take(kind, place, perform)
+        def call(*args: Any, **options: Any) -> Any:
+            new = args[1] if kind in ("rename", "link") else args[0] if args else "."
+            place = self._place(new, options.get("dst_dir_fd", options.get("dir_fd")))
+            if place is None and kind == "rename":
+                place = self._place(args[0], options.get("src_dir_fd"))
+            if place is None or (kind == "open" and not args[1] & _WRITING):
+                return real(*args, **options)
+            if real.__name__ not in ("write", "pwrite"):
+                is_directory = kind == "fsync" and place.is_dir()
+                return self.take(
+                    "fsync_directory" if is_directory else kind, place, functools.partial(real, *args, **options)
+                )
+            view = memoryview(args[1]).cast("B")
+            return self.take(kind, place, lambda size=None: real(args[0], view[:size], *args[2:]), num_bytes=len(view))
 
         return call
 
-    def _of_two(self, kind: str, real: Callable[..., object]) -> Callable[..., object]:
-        """Return a replacement for a function of an old and a new path."""
-
-        @functools.wraps(real)
-        def call(source: object, target: object, *args: object, **options: Any) -> object:
-            new = self._place(target, options.get("dst_dir_fd", options.get("dir_fd")))
-            old = self._place(source, options.get("src_dir_fd")) if kind == "rename" else None
-            perform = functools.partial(real, source, target, *args, **options)
-            return perform() if (new or old) is None else self.take(kind, new or old or self._root, perform)
-
-        return call
-
-    def _sync(self, real: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(real)
-        def call(descriptor: Any) -> object:
-            place = self._place(descriptor if isinstance(descriptor, int) else descriptor.fileno())
-            kind = "fsync_directory" if place is not None and place.is_dir() else "fsync"
-            perform = functools.partial(real, descriptor)
-            return perform() if place is None else self.take(kind, place, perform)
-
-        return call
-
-    def _write(self, real: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(real)
-        def call(descriptor: int, data: Any, *offset: int) -> object:
-            place = self._place(descriptor)
-            if place is None:
-                return real(descriptor, data, *offset)
-            view = memoryview(data).cast("B")
-
-            def perform(num_bytes: int | None = None) -> object:
-                return real(descriptor, view[:num_bytes], *offset)
-
-            return self.take("write", place, perform, num_bytes=len(view))
-
-        return call
-
-    def _open_descriptor(self, real: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(real)
-        def call(path: object, flags: int, *args: object, dir_fd: int | None = None, **options: object) -> object:
-            options |= {} if dir_fd is None else {"dir_fd": dir_fd}
-            place = self._place(path, dir_fd) if flags & _WRITING else None
-            perform = functools.partial(real, path, flags, *args, **options)
-            return perform() if place is None else self.take("open", place, perform)
-
-        return call
-
-    def _open(self, real: Callable[..., object]) -> Callable[..., object]:
+    def _open(self, real: CarryOut) -> CarryOut:
         @functools.wraps(real)
         def call(file: object, mode: str = "r", *args: Any, **options: Any) -> object:
-            writes = isinstance(mode, str) and bool(set("wxa+") & set(mode))
-            place = self._place(file) if writes else None
+            place = self._place(file) if set("wxa+") & set(mode) else None
             if place is None:
                 return real(file, mode, *args, **options)
             return open_writable(functools.partial(self.take, path=place), file, mode, *args, **options)
@@ -206,41 +270,28 @@ class FaultyFiles:
         return call
 
 
-def locate(file: Any, dir_fd: int | None = None) -> Path | None:
-    """Return the path with links in its directories resolved, but not the last name; None if there is no path.
+def locate(file: Any, folder: int | None = None) -> Path | None:
+    """Return the path of a file, with links in its directories resolved, but not the last name; None if there is none.
 
     Args:
-        file: A path (str, bytes, ``PathLike``), or an open descriptor.
-        dir_fd: The open directory that a relative path is relative to.
+        file: A path (str, bytes, ``PathLike``), an open file, or its descriptor.
+        folder: The open directory that a relative path is relative to.
     """
+    file = file.fileno() if hasattr(file, "fileno") else file
     if isinstance(file, int):
-        return _path_of(file)
+        with contextlib.suppress(OSError):
+            return Path(os.readlink(f"/proc/self/fd/{file}"))
+        return None
     try:
-        path = os.fsdecode(file)
+        beside = "" if folder is None else locate(folder) or ""
+        path = os.path.abspath(os.path.join(beside, os.fsdecode(file)))
     except TypeError:
         return None
-    folder = _path_of(dir_fd) if dir_fd is not None else None
-    path = os.path.join(folder or "", path)
-    return Path(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(os.path.abspath(path)))
-
-
-def _path_of(descriptor: int) -> Path | None:
-    try:
-        if sys.platform == "darwin":
-            import fcntl
-
-            return Path(os.fsdecode(fcntl.fcntl(descriptor, 50, bytes(1024)).rstrip(b"\0")))  # 50: F_GETPATH
-        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-    except OSError:
-        return None
-
-
-# Takes the kind of the step, the function that does it and, by name, ``num_bytes``.
-Take = Callable[..., Any]
+    return Path(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
 
 
 def open_writable(
-    take: Take,
+    take: CarryOut,
     file: object,
     mode: str,
     buffering: int = -1,
@@ -251,18 +302,13 @@ def open_writable(
     opener: object = None,
 ) -> IO[Any]:
     """Open a file like ``open``, with its arguments after the first, on top of a raw file that takes steps."""
-    is_binary = "b" in mode
-    if is_binary and not (encoding is None and errors is None and newline is None):
-        raise ValueError("binary mode doesn't take an encoding, errors or newline argument")
-    if not is_binary and buffering == 0:
-        raise ValueError("can't have unbuffered text I/O")
     raw_mode = mode.replace("b", "").replace("t", "")
     raw: _Raw = take("open", perform=lambda: _Raw(take, file, raw_mode, closefd=closefd, opener=opener))
     if buffering == 0:
         return raw
     size = buffering if buffering > 1 else max(os.fstat(raw.fileno()).st_blksize, io.DEFAULT_BUFFER_SIZE)
     buffered = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
-    if is_binary:
+    if "b" in mode:
         return buffered
     text = io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
     vars(text)["mode"] = mode  # like open
@@ -273,25 +319,20 @@ def open_writable(
 class _Raw(io.FileIO):
     """The raw file that Python's buffers write to."""
 
-    def __init__(self, take: Take, file: Any, mode: str, *, closefd: bool, opener: Any) -> None:
-        self._take: Take | None = None  # a file that could not be opened is closed too
+    def __init__(self, take: CarryOut, file: Any, mode: str, *, closefd: bool, opener: Any) -> None:
+        self._take: CarryOut | None = None  # a file that could not be opened is closed too
         super().__init__(file, mode, closefd=closefd, opener=opener)
         self._take = take
 
     def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-
-        def perform(num_bytes: int | None = None) -> int:
-            return super(_Raw, self).write(view[:num_bytes])
-
-        num_written: int = self._take("write", perform=perform, num_bytes=len(view)) if self._take else perform()
+        view, write = memoryview(data).cast("B"), super().write
+        assert self._take is not None
+        num_written: int = self._take("write", perform=lambda size=None: write(view[:size]), num_bytes=len(view))
         return num_written
 
     def truncate(self, size: int | None = None, /) -> int:
-        def perform() -> int:
-            return super(_Raw, self).truncate(size)
-
-        new_size: int = self._take("truncate", perform=perform) if self._take else perform()
+        assert self._take is not None
+        new_size: int = self._take("truncate", perform=functools.partial(super().truncate, size))
         return new_size
 
     def close(self) -> None:
@@ -303,90 +344,8 @@ class _Raw(io.FileIO):
             super().close()
 
 
-Kept = Literal["synced", "names", "removals"]
-
-
 class PowerLost(BaseException):  # not an Exception: no program may catch it and continue
     """Raised in the program when the machine loses its power; ``PowerLoss`` catches it at the end of its block."""
-
-
-@final
-class PowerLoss:
-    """A context manager that loses the power before a chosen step, or at the end of its block.
-
-    Afterwards the directory holds what a disk kept. From the chosen step on, every step raises ``PowerLost`` and does
-    nothing. At the end of the block, the files below the directory are set to the state of the disk. It sees the same
-    steps as ``FaultyFiles``: a file written in another way counts as never synced.
-
-    File systems may keep more than they must, and some of it without the rest. A protocol is safe if it survives all
-    three modes:
-
-    - ``"synced"``: only what was synced, file by file and directory by directory.
-    - ``"names"``: all new names, renames and removals, but no unsynced content: such a file is empty.
-    - ``"removals"``: like ``"synced"``, but deleted files are gone even if the directory was not synced.
-
-    Args:
-        directory: Its content at the start of the block counts as synced.
-        at: The number of the first step (see ``FaultyFiles``) that does not happen; None: the end of the block.
-        keeps: One of the three modes.
-
-    Attributes:
-        has_lost: Whether the power was lost at a step, not at the end of the block.
-
-    Example:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> with PowerLoss(directory, keeps="names"):
-        ...     _ = (directory / "notes.txt").write_text("never synced")
-        >>> (directory / "notes.txt").read_text()
-        ''
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], *, at: int | None = None, keeps: Kept = "synced") -> None:
-        if keeps not in ("synced", "names", "removals"):
-            raise ValueError(f'keeps is {keeps!r}, but must be "synced", "names" or "removals".')
-        self._root = Path(os.path.realpath(directory))
-        self._at = at
-        self._keeps: Kept = keeps
-        self._files = FaultyFiles(directory, self._take)
-        self._lock = threading.RLock()
-        self._image: _Node | None = None
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether the power was lost at a step."""
-        return self._image is not None
-
-    @property
-    def steps(self) -> list[Step]:
-        """The steps up to the power loss; the last one is the step at which it happened."""
-        return self._files.steps[: self._at]
-
-    def __enter__(self) -> PowerLoss:
-        self._disk = _Disk(self._root)
-        self._files.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        self._files.__exit__()
-        image = self._image or self._disk.image(self._keeps)
-        for path in self._root.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        image.write_to(self._root)
-        return isinstance(error, PowerLost)
-
-    def _take(self, step: Step, carry_out: Callable[..., object]) -> object:
-        with self._lock:  # one step at a time, so that the recorded state matches the done steps
-            if self._image is None and self._at is not None and step.number >= self._at:
-                self._image = self._disk.image(self._keeps)
-            if self._image is not None:
-                raise PowerLost(f"The power was lost at {step}")
-            return self._disk.carry_out(step, carry_out)
 
 
 @dataclass(eq=False)
@@ -399,41 +358,82 @@ class _Node:
     entries: dict[str, _Node] = field(default_factory=dict)
     unlinked: set[str] = field(default_factory=set)
 
-    def write_to(self, path: Path) -> None:
-        """Create it at a path; a directory may already exist."""
-        if stat.S_ISDIR(self.mode):
-            path.mkdir(exist_ok=True)
-            for name, node in self.entries.items():
-                node.write_to(path / name)
-        elif stat.S_ISLNK(self.mode):
-            path.symlink_to(self.target)
-        else:
-            path.write_bytes(self.content)
 
+@final
+class PowerLoss(FaultyFiles):
+    """A block that loses the power before a chosen step, or at its end; then the directory has what a disk kept.
 
-class _Disk:
-    """Records what the disk has to keep. A node is identified by its inode as long as that has a name."""
+    What a disk must keep is the content of a file as of its last fsync, and a name as of the last fsync of its
+    directory. From the chosen step on, every step raises ``PowerLost`` and does nothing. It sees the same steps as
+    ``FaultyFiles``: a file written in another way counts as never synced.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._nodes: dict[int, _Node] = {}
-        self._sync_all(root)
+    File systems may keep more than they must, and some of it without the rest. A protocol is safe if it survives all
+    three modes:
 
-    def image(self, keeps: Kept) -> _Node:
-        root = self._node(self._root)
-        if keeps == "names":
-            return self._as_named(self._root)
-        return _without_unlinked(root) if keeps == "removals" else _copy(root)
+    - ``"synced"``: only what was synced, file by file and directory by directory.
+    - ``"names"``: all new names, renames and removals, but no unsynced content: such a file is empty.
+    - ``"removals"``: like ``"synced"``, but deleted files are gone even if the directory was not synced.
 
-    def carry_out(self, step: Step, carry_out: Callable[..., object]) -> Any:
-        if step.kind in ("fsync", "fsync_directory"):  # recorded, not done: slow, and this is not the real disk
-            return self._note(step)
-        gone = _inode_that_goes(step)
-        result = carry_out()
-        if gone is not None:  # the next file may get its inode number
-            self._nodes.pop(gone, None)
-        self._note(step)
-        return result
+    Args:
+        directory: Its content at the start of the block counts as synced.
+        at: The number of the first step that does not happen; None: the end of the block.
+        keeps: One of the three modes.
+
+    Attributes:
+        has_lost: Whether the power was lost at a step, not at the end of the block.
+
+    Example:
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> with PowerLoss(directory, keeps="names"):
+        ...     _ = (directory / "notes.txt").write_text("never synced")
+        >>> (directory / "notes.txt").read_text()
+        ''
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        at: int | None = None,
+        keeps: Literal["synced", "names", "removals"] = "synced",
+    ) -> None:
+        super().__init__(directory, self._do)
+        self._first_lost = at
+        self._keeps = keeps
+        self._nodes: dict[int, _Node] = {}  # by the inode, as long as that has a name
+        self.has_lost = False
+
+    def __enter__(self) -> Self:
+        self._sync_all(self._root)
+        return super().__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> bool:
+        super().__exit__()
+        with tempfile.TemporaryDirectory() as kept:
+            self._restore(self._node(self._root), self._root, Path(kept))
+            for path in self._root.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            shutil.copytree(kept, self._root, symlinks=True, dirs_exist_ok=True)
+        return isinstance(error, PowerLost)
+
+    def _do(self, step: Step, carry_out: CarryOut) -> object:
+        with self._lock:  # one step at a time, so that the recorded state matches the done steps
+            self.has_lost |= self._first_lost is not None and step.number >= self._first_lost
+            if self.has_lost:
+                raise PowerLost(f"The power was lost at {step}")
+            if step.kind in ("fsync", "fsync_directory"):  # recorded, not done: slow, and this is not the real disk
+                return self._note(step)
+            gone = _inode_that_goes(step)
+            result = carry_out()
+            if gone is not None:  # the next file may get its inode number
+                self._nodes.pop(gone, None)
+            self._note(step)
+            return result
 
     def _note(self, step: Step) -> None:
         if step.kind in ("unlink", "rmdir"):
@@ -442,8 +442,7 @@ class _Disk:
             self._node(step.path).content = step.path.read_bytes()
         elif step.kind == "fsync_directory":
             node = self._node(step.path)
-            node.entries = {name: self._node(step.path / name) for name in os.listdir(step.path)}
-            node.unlinked = set()
+            node.entries, node.unlinked = self._named(step.path), set()
 
     def _node(self, path: Path) -> _Node:
         status = os.lstat(path)
@@ -452,19 +451,30 @@ class _Disk:
             self._nodes[status.st_ino] = _Node(mode=status.st_mode, target=target)
         return self._nodes[status.st_ino]
 
-    def _sync_all(self, path: Path) -> _Node:
+    def _named(self, path: Path) -> dict[str, _Node]:
+        return {name: self._node(path / name) for name in os.listdir(path)}
+
+    def _sync_all(self, path: Path) -> None:
         node = self._node(path)
         if stat.S_ISDIR(node.mode):
-            node.entries = {name: self._sync_all(path / name) for name in os.listdir(path)}
+            node.entries = self._named(path)
+            for name in node.entries:
+                self._sync_all(path / name)
         elif stat.S_ISREG(node.mode):
             node.content = path.read_bytes()
-        return node
 
-    def _as_named(self, path: Path) -> _Node:
-        node = self._node(path)
-        is_directory = stat.S_ISDIR(node.mode)
-        entries = {name: self._as_named(path / name) for name in os.listdir(path)} if is_directory else {}
-        return _Node(mode=node.mode, content=node.content, target=node.target, entries=entries)
+    def _restore(self, node: _Node, path: Path, kept: Path) -> None:
+        entries = self._named(path) if self._keeps == "names" else node.entries
+        for name, child in entries.items():
+            if self._keeps == "removals" and name in node.unlinked:
+                continue
+            if stat.S_ISDIR(child.mode):
+                (kept / name).mkdir()
+                self._restore(child, path / name, kept / name)
+            elif stat.S_ISLNK(child.mode):
+                (kept / name).symlink_to(child.target)
+            else:
+                (kept / name).write_bytes(child.content)
 
 
 def _inode_that_goes(step: Step) -> int | None:
@@ -474,12 +484,132 @@ def _inode_that_goes(step: Step) -> int | None:
     return status.st_ino if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) else None
 
 
-def _copy(node: _Node) -> _Node:
-    entries = {name: _copy(child) for name, child in node.entries.items()}
-    return _Node(mode=node.mode, content=node.content, target=node.target, entries=entries)
+@final
+class FullDisk(Callback):
+    """A disk that accepts half of a write to an autosave or to the history, and then fails, for some batches of a fit.
+
+    Args:
+        first: The batch of this process at whose start it becomes full; -1 for the beginning of the fit.
+        last: The batch at whose start there is room again.
+        rank: On which rank.
+    """
+
+    def __init__(self, first: int, last: int, *, rank: int) -> None:
+        self._range = range(first, last)
+        self._rank = rank
+        self._num_begun = -1
+        self._block: FaultyFiles | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self._rank == trainer.global_rank:
+            self._block = FaultyFiles(trainer.default_root_dir, self._write, kind="write").__enter__()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._num_begun += 1
+
+    def _write(self, step: Step, carry_out: CarryOut) -> Any:
+        is_in_autosave = any(name.lstrip(".").startswith("autosave-") for name in step.path.parts)
+        if self._num_begun not in self._range or not (is_in_autosave or step.path.name == "history.jsonl"):
+            return carry_out()
+        carry_out(step.num_bytes // 2)
+        return fail_with(errno.ENOSPC)(step, carry_out)
 
 
-def _without_unlinked(node: _Node) -> _Node:
-    kept = {name: child for name, child in node.entries.items() if name not in node.unlinked}
-    entries = {name: _without_unlinked(child) for name, child in kept.items()}
-    return _Node(mode=node.mode, content=node.content, target=node.target, entries=entries)
+# In a store.
+
+_PROTOCOL = "faulty"
+_blocks: list[FaultyURLs] = []
+
+
+@final
+class FaultyURLs(_Block):
+    """A block of the steps below ``faulty://``, a file system in memory that is as bad as a remote one can be.
+
+    A file is visible while it is written, and a move is more than one step. Written data exists until the process
+    ends, also outside of a block. A "close" is the end of an upload. There is no fsync step, and as in an object store,
+    no "mkdir" or "rmdir".
+
+    Example:
+        >>> with FaultyURLs() as files:
+        ...     with fsspec.open("faulty://example/notes.txt", "wb") as file:
+        ...         _ = file.write(b"all is well")
+        >>> [step.kind for step in files.steps]
+        ['open', 'write', 'close']
+    """
+
+    def __enter__(self) -> Self:
+        _blocks.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        _blocks.remove(self)
+        return super().__exit__()
+
+
+def _take(kind: str, path: str, perform: CarryOut, *, num_bytes: int = 0) -> Any:
+    place = Path(path.removeprefix(f"{_PROTOCOL}:/"))
+    return _blocks[-1].take(kind, place, perform, num_bytes=num_bytes) if _blocks else perform()
+
+
+@final
+class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
+    """A file that is visible from its first byte."""
+
+    def write(self, data: Any) -> int:
+        view, write = memoryview(data).cast("B"), super().write
+        num_written: int = _take("write", self.path, lambda size=None: write(view[:size]), num_bytes=len(view))
+        return num_written
+
+    def close(self) -> None:
+        if self.fs is not None and not getattr(self, "is_sent", False):
+            self.is_sent = True
+            _take("close", self.path, lambda: None)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@final
+class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
+    """The file system of ``faulty://``."""
+
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    protocol = _PROTOCOL
+
+    @classmethod
+    def _strip_protocol(cls, path: object) -> object:
+        return super()._strip_protocol(path.removeprefix(f"{_PROTOCOL}://") if isinstance(path, str) else path)
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> object:
+        perform = functools.partial(super()._open, path, mode, **options)
+        if "w" not in mode and "x" not in mode:
+            return perform()
+
+        def begin() -> Any:
+            perform()  # for its checks
+            self.store[path] = file = _File(self, path, options.get("data"))
+            return file
+
+        return _take("open", path, begin)
+
+    def ls(self, path: str, *args: object, **options: object) -> Any:
+        return _take("list", path, functools.partial(super().ls, path, *args, **options))
+
+    def mv(self, path1: str, path2: str, **options: object) -> None:
+        _take("rename", path2, functools.partial(super().mv, path1, path2, **options))
+
+    def rm_file(self, path: str) -> None:
+        _take("unlink", path, functools.partial(super().rm_file, path))
+
+    def pipe_file(self, path: str, value: bytes, **options: object) -> None:
+        perform = functools.partial(super().pipe_file, path, value, **options)
+        _take("write", path, perform, num_bytes=len(value))
+
+
+fsspec.register_implementation(_PROTOCOL, _FaultyFileSystem, clobber=True)

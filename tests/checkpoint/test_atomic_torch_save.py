@@ -22,8 +22,7 @@ import lightning_faulttolerant
 from lightning_faulttolerant import atomic_torch_save
 from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.verify import verify_file
-from tests.faulty_files import FaultyFiles, PowerLoss
-from tests.file_faults import fail_with, write_short
+from tests.faulty_files import FaultyFiles, PowerLoss, fail_with, write_short
 from tests.messages import plain
 
 CONTENT = {"step": 3, "weights": torch.arange(20_000)}

@@ -15,8 +15,7 @@ from lightning_faulttolerant.checkpoint.contents import deal_files, verify_direc
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
-from tests.faulty_files import FaultyFiles
-from tests.file_faults import fail_with
+from tests.faulty_files import FaultyFiles, fail_with
 from tests.messages import plain
 from tests.storage.stores import error_of, write
 

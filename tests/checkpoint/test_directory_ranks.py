@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.checkpoint.verify import verify_path
-from tests.faulty_files import FaultyFiles
-from tests.file_faults import fail_with
+from tests.faulty_files import FaultyFiles, fail_with
 from tests.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=20)

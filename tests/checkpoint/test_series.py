@@ -26,8 +26,7 @@ from lightning_faulttolerant.errors import (
 from lightning_faulttolerant.storage.store import is_url, open_store
 from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
 from tests.emulators import EMULATORS, WARNING
-from tests.faulty_files import FaultyFiles
-from tests.file_faults import lose
+from tests.faulty_files import FaultyFiles, lose
 from tests.messages import plain
 from tests.processes import dead_process_id
 from tests.storage.stores import damaging, error_of, read, requests_to_s3, write

@@ -28,8 +28,7 @@ from tests.checkpoint.writers import (
     exit_code,
     save_file,
 )
-from tests.faulty_files import FaultyFiles, PowerLoss
-from tests.file_faults import fail_with, kill_after, kill_before, lose, write_short
+from tests.faulty_files import FaultyFiles, PowerLoss, fail_with, kill_after, kill_before, lose, write_short
 
 KILLS = {"kill before": kill_before, "kill after": kill_after}
 LOSSES = ["synced", "names", "removals"]

@@ -20,7 +20,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file
 from tests.checkpoint.writers import SHARD, content, exit_code, load_objects, save_file, save_objects
 from tests.emulators import WARNING
-from tests.file_faults import FaultyURLs, fail_with, lose, write_short
+from tests.faulty_files import FaultyURLs, fail_with, lose, write_short
 from tests.s3 import client
 
 

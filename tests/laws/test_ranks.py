@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.testing import leave_out_part
-from tests.full_disks import FullDisk
+from tests.faulty_files import FullDisk
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import HoldingDataset, NoisyDataset
 from tests.laws.events import different_names

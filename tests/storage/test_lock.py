@@ -25,8 +25,7 @@ from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLease, RunLock, o
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
 from tests.checkpoint.writers import FORK, exit_code
-from tests.faulty_files import FaultyFiles
-from tests.file_faults import fail_with
+from tests.faulty_files import FaultyFiles, fail_with
 from tests.messages import plain
 from tests.processes import dead_process_id
 from tests.storage.stores import error_of, requests_to_s3
