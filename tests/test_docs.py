@@ -16,12 +16,11 @@ import yaml
 from lightning_faulttolerant import errors
 from tests.docs import sources
 from tests.docs.commands import fault_of
-from tests.docs.pages import PAGES, PRELUDES, ROOT, Block, blocks, pages_with, prelude, prose, read
+from tests.docs.pages import PAGES, PRELUDES, ROOT, Block, blocks, prelude, prose, read
 from tests.docs.small import ENVIRONMENT
 from tests.processes import run
 
-# A block in one of these is not checked further: `text` for output and for anything that is not code.
-LANGUAGES = {"bash", "console", "dockerfile", "python", "text", "toml", "yaml"}
+UNCHECKED = {"dockerfile", "text", "toml"}  # `text` for output and for anything that is not code
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
@@ -43,14 +42,6 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
 
 
-@pytest.mark.parametrize("page", pages_with("python"))
-def test_python_that_is_not_run_is_python(page: str) -> None:
-    """Code that a page marks as not run (`title="not run: why"`) compiles."""
-    for block in blocks(page):
-        if block.language == "python":
-            _compiled(block, page)
-
-
 def _compiled(block: Block, page: str) -> Any:
     """Compile a block on its line of the page, so that an error shows its place."""
     return compile("\n" * block.line + block.code, page, "exec")
@@ -61,22 +52,6 @@ def test_each_prelude_belongs_to_a_page() -> None:
     for path in PRELUDES.rglob("*.py"):
         page = str(path.relative_to(PRELUDES).with_suffix(".md"))
         assert any(block.runs for block in blocks(page)), page
-
-
-@pytest.mark.parametrize("page", pages_with("yaml"))
-def test_yaml_of_a_page_parses(page: str) -> None:
-    """Each block of YAML is YAML, of one document or many."""
-    for block in blocks(page):
-        if block.language == "yaml":
-            assert all(list(yaml.safe_load_all(block.code)))
-
-
-@pytest.mark.parametrize("page", sorted({*pages_with("bash"), *pages_with("console")}))
-def test_commands_of_a_page_exist(page: str) -> None:
-    """Each command is a known one; ours and those of make, pip, and torchrun are compared with the real ones."""
-    for block in blocks(page):
-        if block.language in {"bash", "console"}:
-            assert not fault_of(block), f"{page}, line {block.line}"
 
 
 @pytest.mark.parametrize(
@@ -99,11 +74,19 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_say_what_they_are(page: str) -> None:
-    """Each block names a language that has a check, fences are closed, and no merge conflict is left."""
+def test_blocks_are_what_they_say(page: str) -> None:
+    """Python compiles, YAML parses, commands and their options exist; no other language or open fence is left."""
     assert re.search(r"^(<{7}|>{7}) ", read(page), re.MULTILINE) is None
-    assert {block.language for block in blocks(page)} <= LANGUAGES
     assert "```" not in prose(page)
+    for block in blocks(page):
+        if block.language == "python":
+            _compiled(block, page)
+        elif block.language == "yaml":
+            assert all(list(yaml.safe_load_all(block.code)))
+        elif block.language in {"bash", "console"}:
+            assert not fault_of(block), f"{page}, line {block.line}"
+        else:
+            assert block.language in UNCHECKED
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -150,25 +133,15 @@ def test_each_message_that_is_quoted_is_one_of_ours() -> None:
         assert any(pattern.search(message) for message in messages), quoted
 
 
-def test_each_error_has_its_place_on_the_page_of_messages() -> None:
-    """A search for the name of an error finds it in the table and in its explanation."""
-    page = read("docs/troubleshooting.md")
-    for name in _errors():
-        assert page.count(f"`{name}`") + page.count(f"`{name}s`") > 0, name
-
-
-def test_the_tree_of_errors_is_that_of_the_sources() -> None:
-    """The page of errors shows the tree of the sources, and explains each of them below it."""
-    page = read("docs/reference/errors.md")
+def test_each_error_is_explained() -> None:
+    """The page of errors shows the tree of the sources and explains each; the page of messages names each of them."""
+    page, messages = read("docs/reference/errors.md"), read("docs/troubleshooting.md")
     tree = textwrap.dedent(str(errors.__doc__).partition("::\n\n")[2].partition("\n``")[0]).strip()
     assert tree in page
-    assert re.findall(r"^::: lightning_faulttolerant\.errors\.(\w+)$", page, re.MULTILINE) == _errors()
-
-
-def _errors() -> list[str]:
     named = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)]
     assert len(named) > 15
-    return named
+    assert re.findall(r"^::: lightning_faulttolerant\.errors\.(\w+)$", page, re.MULTILINE) == named
+    assert [name for name in named if f"`{name}`" not in messages and f"`{name}s`" not in messages] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "/reference/" in page])

@@ -83,7 +83,7 @@ def test_each_command_explains_itself(
         assert re.search(r"xit status(: 0 |\]\(.*\) is 0 )", page)
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["list", "a", "b"], ["prune"], ["inspect", "--x", "a"]])
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["list", "a", "b"]])
 def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> None:
     """Wrong arguments give status 2 and the usage, and no exception in the caller's process."""
     found = call(capsys, *arguments)

@@ -68,23 +68,7 @@ def test_all_commands_take_urls(url: str, tmp_path: Path, capsys: Capture, snaps
     shown = json.loads(call(capsys, "inspect", paths[2], "--json").out)
     assert (shown["path"], shown["fault_tolerance"]["position"]["global_step"]) == (paths[2], 3)
     assert call(capsys, "prune", url, "--keep-last", 1, "--superseded").lines[-1].startswith("2 autosaves deleted")
-    entries = json.loads(call(capsys, "list", url, "--json").out)["checkpoints"]
-    kinds = [(entry["kind"], entry["state"]) for entry in entries]
-    assert sorted(kinds) == [
-        ("autosave", "verified"),
-        ("checkpoint", "damaged"),
-        ("directory", "damaged"),
-        ("directory", "verified"),
-    ]
-    assert all(entry["saved_at"].startswith("20") and entry["num_bytes"] > 1000 for entry in entries)
     assert open_store(f"{url}/run").names() == ["fit-1"]
-
-
-def test_nothing_below_a_url_is_nothing_found(url: str, capsys: Capture, snapshot: SnapshotAssertion) -> None:
-    """An object store has no directories, so a missing one is empty."""
-    found = [call(capsys, "list", url), *(call(capsys, each, f"{url}/missing.ckpt") for each in ("verify", "inspect"))]
-    assert [each.status for each in found] == [1, 1, 2]
-    assert "\n".join(told(each, URL=url) for each in found) == snapshot
 
 
 def test_of_a_remote_file_only_ranges_are_read(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from lightning_faulttolerant.cli.report import report_lines
 from lightning_faulttolerant.cli.report_page import short_duration
 from lightning_faulttolerant.cli.text import duration_text, plural, share_text, short_text, value_text
 from lightning_faulttolerant.records.goodput import KINDS
-from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.trainer.run.history_file import text_of
 from tests.cli.checkpoints import call, save_series, told
 from tests.cli.stories import BEGAN, killed_and_done, reported, with_a_test
@@ -62,21 +59,12 @@ def forgotten() -> Story:
     return story.begin(same=True, fit=2).start().train(9, 9).end().done()
 
 
-def often_restarted() -> Story:
-    """Return a run of very many processes."""
-    story = Story().begin().start().autosave()
-    for _ in range(500):
-        story.train(9, 9).autosave(seconds=1).wait(1).begin().start(resumed=1, name=story.newest, batch=story.batch)
-    return story
-
-
 STORIES: dict[str, Callable[[], Story]] = {
     "killed and done": killed_and_done,
     "with a test": with_a_test,
     "with long words": with_long_words,
     "with notes": with_notes,
     "forgotten": forgotten,
-    "often restarted": often_restarted,
     "begun": lambda: Story(BEGAN).begin().start().train(5).alive(),  # it may be running
     "killed": lambda: Story(BEGAN).begin().start().train(5).alive(),
 }
@@ -93,14 +81,13 @@ def test_what_a_report_says(name: str, snapshot: SnapshotAssertion) -> None:
 
 @pytest.mark.parametrize(("damage", "num_unread"), [(b"{\n", 1), (b'\n[1]\n\n{"a"', 2)])
 def test_a_report_says_what_it_could_not_read(capsys: Capture, tmp_path: Path, damage: bytes, num_unread: int) -> None:
-    """Damaged lines are counted, wherever they are, in all forms of the report; empty lines are not."""
+    """Damaged lines are counted, wherever they are; empty lines are not."""
     path = write(tmp_path / "train-1", killed_and_done()) / "history.jsonl"
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + damage + b"\n" + rest)
-    page = tmp_path / "page.html"
     said = f"{num_unread} line{'s' * (num_unread > 1)} of the history could not be read"
-    assert said in call(capsys, "report", path, "--html", page).out
-    assert said in page.read_text()
+    assert said in call(capsys, "report", path, "--html", tmp_path / "page.html").out
+    assert said in (tmp_path / "page.html").read_text()
     assert json.loads(call(capsys, "report", path, "--json").out)["num_unread"] == num_unread
 
 
@@ -116,10 +103,6 @@ def test_which_run_is_reported(capsys: Capture, tmp_path: Path, snapshot: Snapsh
     found = [call(capsys, "report", *words) for words in calls]
     assert [each.status for each in found] == [0, 0, 0, 1, 2]
     assert "\n\n".join(told(each, DIR=tmp_path) for each in found) == snapshot
-    url = f"memory://{uuid.uuid4().hex}"
-    RemoteStore(f"{url}/run").replace("history.jsonl", text_of(killed_and_done().lines))
-    assert call(capsys, "report", url).lines[:2] == ["Run run", f"{url}/run"]
-    assert call(capsys, "report", f"memory://{uuid.uuid4().hex}").status == 1
 
 
 def test_what_a_terminal_would_obey_is_escaped(capsys: Capture, tmp_path: Path) -> None:
@@ -139,16 +122,6 @@ def test_what_a_terminal_would_obey_is_escaped(capsys: Capture, tmp_path: Path) 
     assert all(text.isprintable() for text in found.lines)
 
 
-def test_other_commands_leave_a_history_alone(capsys: Capture, tmp_path: Path) -> None:
-    """``list``, ``verify``, and ``prune`` consider only checkpoints."""
-    directory = write(tmp_path / "run", killed_and_done())
-    save_series(directory / "fit-1", 3)
-    assert "history" not in call(capsys, "list", tmp_path).out
-    assert call(capsys, "verify", tmp_path).status == 0
-    assert call(capsys, "prune", tmp_path, "--keep-last=1", "--damaged", "--superseded").status == 0
-    assert (directory / "history.jsonl").read_bytes() == text_of(killed_and_done().lines)
-
-
 def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
     """``--json`` gives processes, fits, autosaves, evaluations, the account, and its segments."""
     write(tmp_path / "other", killed_and_done(1_600_000_000.0))
@@ -161,24 +134,12 @@ def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
     account = chapter["account"]
     assert account["training"] == 3500
     assert account["total"] == pytest.approx(sum(account[kind] for kind in KINDS))
-    lengths = [segment["ended"] - segment["began"] for segment in chapter["segments"]]
-    assert sum(lengths) == pytest.approx(account["total"])
-    assert shown["made"] == pytest.approx(time.time(), abs=600)
-    [chapter] = json.loads(call(capsys, "report", write(tmp_path / "test", with_a_test()), "--json").out)["chapters"]
-    fits = [fit for process in chapter["processes"] for fit in process["fits"]]
-    assert [fit["function"] for fit in fits] == ["fit", "fit", "test", "fit", "test"]
-    assert [run["is_over"] for fit in fits for run in fit["validations"]] == [False, True]
-    continued = [(each["process"], each["fit"], each["num_again"]) for each in chapter["continued"]]
-    assert continued == [(1, 1, 7), (2, 2, 5)]
-    assert chapter["account"]["evaluation"] == 200
 
 
 NUMBERS = [
-    (short_duration, {0.00049: "0 s", 0.9994: "999 ms", 0.9996: "1.0 s", 59.4: "59.4 s", 59.7: "60 s", 61: "1m 01s"}),
-    (short_duration, {3599.6: "1h 00m", 47.9 * 3600: "47h 54m", 48 * 3600: "2d 00h", 400 * 86400: "400d 00h"}),
-    (duration_text, {0: "0 s", 0.0042: "4.2 ms", 0.5: "0.50 s", 0.9996: "1.0 s", 9.96: "10 s", 59.4: "59 s"}),
-    (duration_text, {59.7: "1 min", 3571: "59 min 31 s", 3599.7: "1 h", 86399: "24 h", 86400: "1 d"}),
-    (duration_text, {9e5: "10 d 10 h", 1e10: "115,740 d 18 h", -90: "-1 min 30 s", float("nan"): "?"}),
+    (short_duration, {0.9996: "1.0 s", 59.7: "60 s", 61: "1m 01s", 3599.6: "1h 00m", 48 * 3600: "2d 00h"}),
+    (duration_text, {0: "0 s", 0.0042: "4.2 ms", 0.9996: "1.0 s", 9.96: "10 s", 59.7: "1 min", 3571: "59 min 31 s"}),
+    (duration_text, {86399: "24 h", 9e5: "10 d 10 h", -90: "-1 min 30 s", float("nan"): "?"}),
     (share_text, {1: "100 %", 0.99996: "99.9 %", 0.9423: "94.2 %", 0.001: "0.1 %", 1e-9: "< 0.1 %", 0: "0 %"}),
     (lambda value: short_text(value, step=0.25), {0: "0", 0.25: "0.25", 0.5: "0.50", 1: "1.00"}),
     (lambda value: short_text(value, step=5000), {5000: "5,000", 15000: "15,000"}),

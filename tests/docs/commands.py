@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import re
 import shlex
 import subprocess
@@ -13,46 +14,12 @@ from collections.abc import Callable, Iterator
 from lightning_faulttolerant.cli import _parser
 from tests.docs.pages import ROOT, Block
 
-# Programs of others; their options are unknown here.
+# Programs of others and of the shell; their options are unknown here.
 OTHERS = {
-    "aws",
-    "curl",
-    "docker",
-    "gcloud",
-    "gsutil",
-    "kubectl",
-    "sacct",
-    "sbatch",
-    "scontrol",
-    "squeue",
-    "sudo",
-    "tensorboard",
-    "zip",
-}
-SHELL = {
-    "break",
-    "cd",
-    "cp",
-    "do",
-    "done",
-    "echo",
-    "exec",
-    "export",
-    "fi",
-    "if",
-    "kill",
-    "ls",
-    "mkdir",
-    "rm",
-    "sleep",
-    "test",
-    "timeout",
-    "trap",
-    "ulimit",
-    "until",
-    "wait",
-    "while",
-}
+    "aws", "break", "cd", "cp", "curl", "do", "docker", "done", "echo", "exec", "export", "fi", "gcloud", "gsutil",
+    "if", "kill", "kubectl", "ls", "mkdir", "rm", "sacct", "sbatch", "scontrol", "sleep", "squeue", "sudo",
+    "tensorboard", "test", "timeout", "trap", "ulimit", "until", "wait", "while", "zip",
+}  # fmt: skip
 # Names of a reader's own training script.
 READERS_SCRIPTS = {"train.py", "main.py", "my_train.py"}
 
@@ -81,32 +48,21 @@ def _commands(script: str) -> Iterator[list[str]]:
             words = shlex.split(_SUBSTITUTED.sub(r"\1", line), comments=True)
         except ValueError:  # quotes over several lines
             continue
-        words = words[
-            next((n for n, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words)) :
-        ]
+        own = itertools.dropwhile(lambda word: "=" in word and not word.startswith("-"), words)
+        words = list(itertools.takewhile(lambda word: word not in {"|", "&&", "||", ";", "&", ">", ">>"}, own))
         if words:
-            yield _before_a_pipe(words)
-
-
-def _before_a_pipe(words: list[str]) -> list[str]:
-    ends = [number for number, word in enumerate(words) if word in {"|", "&&", "||", ";", "&", ">", ">>"}]
-    return words[: ends[0]] if ends else words
+            yield words
 
 
 def _fault_of_line(words: list[str]) -> str:
     program, *arguments = words
-    if program in OTHERS or program in SHELL:
+    if program in OTHERS:
         return ""
     check = _PROGRAMS.get(program)
     if check is None:
         return f"{program}: not a program that the pages may call; see tests/docs/commands.py"
     fault = check(arguments)
     return f"{shlex.join(words)}: {fault}" if fault else ""
-
-
-def _ours(arguments: list[str]) -> str:
-    """Check with the real parser."""
-    return _said_by(_parser(arguments), arguments)
 
 
 def _said_by(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
@@ -128,7 +84,7 @@ def _make(arguments: list[str]) -> str:
 def _python(arguments: list[str]) -> str:
     match arguments:
         case ["-m", "lightning_faulttolerant", *rest]:
-            return _ours(rest)
+            return _said_by(_parser(rest), rest)
         case ["-m", "pip", *rest]:
             return _pip(rest)
         case ["-c", *_] | ["-m", "http.server", *_]:
@@ -156,11 +112,11 @@ def _torchrun(arguments: list[str]) -> str:
 
 def _srun(arguments: list[str]) -> str:
     """Check the command after the options of `srun`."""
-    return _fault_of_line(arguments[next((n for n, word in enumerate(arguments) if not word.startswith("-")), 0) :])
+    return _fault_of_line(list(itertools.dropwhile(lambda word: word.startswith("-"), arguments)))
 
 
 _PROGRAMS: dict[str, Callable[[list[str]], str]] = {
-    "lightning-faulttolerant": _ours,
+    "lightning-faulttolerant": lambda arguments: _said_by(_parser(arguments), arguments),
     "make": _make,
     "pip": _pip,
     "python": _python,

@@ -64,11 +64,6 @@ def prose(page: str) -> str:
     return _FENCE.sub("", read(page))
 
 
-def pages_with(language: str) -> list[str]:
-    """Return the pages that have a block in this language."""
-    return [page for page in PAGES if any(block.language == language for block in blocks(page))]
-
-
 def prelude(page: str) -> Path:
     """Return the path of the file that defines the names that a page assumes; most pages have none."""
     return (PRELUDES / page).with_suffix(".py")

@@ -3,7 +3,7 @@
     cd $(mktemp -d) && python -I smoke.py
 
 It trains, kills, and resumes a script that does not mention the package, by the environment variable. Then it uses the
-callback, the checkpoint plugin, and the loader. It uses `pytorch_lightning` if that is the only one installed.
+callback and the checkpoint plugin. It uses `pytorch_lightning` if that is the only one installed.
 """
 
 from __future__ import annotations
@@ -102,29 +102,6 @@ def try_in_a_trainer(directory: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def try_in_a_loop() -> None:
-    """Check that a loader continues after the batch where its state was taken."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    from lightning_faulttolerant import ResumableDataLoader
-
-    def loader() -> ResumableDataLoader:
-        return ResumableDataLoader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=True)
-
-    first, seen, state = loader(), [], {}
-    for number, (batch,) in enumerate(first):
-        seen += batch.tolist()
-        state = first.state_dict()
-        if number == 1:
-            break
-    second = loader()
-    second.load_state_dict(state)
-    for (batch,) in second:
-        seen += batch.tolist()
-    assert sorted(seen) == list(range(10)), seen
-
-
 def main() -> None:
     """Run all checks, and print the result."""
     package = importlib.import_module("lightning_faulttolerant")
@@ -140,7 +117,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         try_the_environment_variable(Path(directory))
         try_in_a_trainer(Path(directory))
-    try_in_a_loop()
     used = f"{LIGHTNING} {importlib.import_module(LIGHTNING).__version__}"
     print(f"lightning-faulttolerant {version} works with {used} as it was installed into {sys.prefix}")
 

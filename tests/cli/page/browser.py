@@ -9,18 +9,9 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",  # the tests may run as root
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
+# The tests may run as root.
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run")
+FLAGS += ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars")
 WIDE, PHONE = 1280, 390
 _OWN = ("chrome:", "chrome-untrusted:")
 
@@ -51,13 +42,8 @@ class Browser:
     def open(self, path, *, width=WIDE, scheme="light", scale=1):
         """Show a page from a file."""
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=scale,
-            mobile=width == PHONE,
-        )
+        screen = {"width": width, "height": 900, "deviceScaleFactor": scale, "mobile": width == PHONE}
+        self.command("Emulation.setDeviceMetricsOverride", **screen)
         self.driver.get(path.as_uri())
 
     def command(self, name, **values):
