@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
 import runpy
@@ -14,18 +16,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 
+import lightning_faulttolerant
+from lightning_faulttolerant import FaultTolerance
 from tests.cli.trained import TORCHRUN, start
-from tests.example_runs import EXAMPLES, assert_ends_the_same, example
 from tests.groups import run_group
+from tests.processes import Ended, Script
 
-WITH_A_TRAINER: dict[str, dict[str, Any]] = {
-    "minimal.py": {"line": "digest ", "signum": signal.SIGINT},
-    "iterable/train.py": {"line": "digest ", "signum": signal.SIGINT},
-    "lightning_cli/train.py": {"line": "weights ", "signum": signal.SIGTERM},
-    "streaming/train.py": {"line": "weights "},
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# The line of its end that must be the same, and the signal that stops it.
+WITH_A_TRAINER = {
+    "minimal.py": ("digest", signal.SIGINT),
+    "iterable/train.py": ("digest", signal.SIGINT),
+    "lightning_cli/train.py": ("weights", signal.SIGTERM),
+    "streaming/train.py": ("weights", signal.SIGTERM),
 }
 CONFIGURED = (
     "fit",
@@ -35,6 +42,53 @@ CONFIGURED = (
     # As the last of its kind, the callback of the configuration gets the argument.
     "--trainer.callbacks.train_time_interval=0:00:00.1",
 )
+
+
+class ShortTrainer(lightning.pytorch.Trainer):
+    """Trains for a few epochs only, and draws nothing."""
+
+    num_epochs = 0
+
+    def __init__(self, **arguments: Any) -> None:
+        own = {"max_epochs": self.num_epochs, "enable_progress_bar": False, "enable_model_summary": False}
+        super().__init__(**{**arguments, **own})
+
+
+def example(name: str, directory: Path, *arguments: str, num_epochs: int | None = 6) -> Callable[[], None]:
+    """Return the example at `name` as a function that runs in `directory`, for `num_epochs` epochs unless ``None``."""
+
+    def main() -> None:
+        torch.set_num_threads(1)
+        os.chdir(directory)
+        sys.argv = [name, *arguments]
+        if num_epochs is not None:
+            ShortTrainer.num_epochs = num_epochs
+            # Only in this process. The cost of a save would allow one a second, which is most of the run.
+            lightning.pytorch.Trainer = ShortTrainer
+            lightning_faulttolerant.FaultTolerance = functools.partial(FaultTolerance, every_n_train_steps=15)
+        names = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        if "trainer" in names and names["trainer"].is_global_zero:
+            weights = [value.numpy().tobytes() for value in names["trainer"].model.state_dict().values()]
+            print(f"digest {hashlib.sha256(b''.join(weights)).hexdigest()}")
+
+    return main
+
+
+def autosaves(directory: Path) -> set[str]:
+    """Return the names of the existing autosaves."""
+    return {path.name for path in directory.glob("**/fit-1/autosave-*.ckpt")}
+
+
+def strike_after_saves(script: Script, directory: Path, signum: int = signal.SIGKILL) -> Ended:
+    """Send a signal to an example and its workers after it has written two more autosaves."""
+    before = autosaves(directory)
+    seen: set[str] = set()
+    while len(seen) < 2 and script.is_running():
+        seen |= autosaves(directory) - before
+        time.sleep(0.002)
+    with suppress(ProcessLookupError):
+        os.killpg(script.process_id, signum)
+    return script.wait()
 
 
 @pytest.mark.slow
@@ -52,7 +106,20 @@ def test_an_example_with_a_trainer(name: str, s3: str, tmp_path: Path, monkeypat
             return example(name, directory, f"{s3}/{directory.name}", num_epochs=3)
         return example(name, directory)
 
-    assert_ends_the_same(run, tmp_path, **WITH_A_TRAINER[name])
+    line, signum = WITH_A_TRAINER[name]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    ended = [Script(run(whole)).wait()]
+    assert strike_after_saves(Script(run(cut)), cut).exit_code == -signal.SIGKILL
+    stopped = strike_after_saves(Script(run(cut), seed=2), cut, signum)
+    assert stopped.exit_code == 128 + signum, stopped.output
+    ended.append(Script(run(cut), seed=3).wait())
+    for each in (stopped, ended[1]):
+        assert "Resumed exactly before batch" in each.output
+        assert "before batch 0 of epoch 0" not in each.output
+    assert [each.exit_code for each in ended] == [0, 0], ended[1].output
+    found = [re.findall(f"^{line} .*", each.output, re.MULTILINE) for each in ended]
+    assert found[0] == found[1] != []
 
 
 def die_when(has_come: Callable[[], object]) -> None:

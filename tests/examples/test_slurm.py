@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.example_runs import EXAMPLES, assert_went_on, example, strike_after_saves
-from tests.processes import Script
-
-JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "digits", "SLURM_NODELIST": "localhost"}
-JOB |= {f"SLURM_{name}": "1" for name in ("NTASKS", "NTASKS_PER_NODE", "NNODES")}
-JOB |= {f"SLURM_{name}": "0" for name in ("NODEID", "PROCID", "LOCALID")}
-# Two threads that wait for each other take a hundred times as long while other tests use the cores.
-JOB |= {"OMP_NUM_THREADS": "1"}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def install(directory: Path, name: str) -> None:
@@ -66,31 +57,3 @@ def test_the_job_script_queues_itself_again_where_the_signal_came_too_early(
     assert ended.returncode == code
     called = tmp_path / "bin" / "scontrol.txt"
     assert (called.read_text().split(" in ")[0] if called.exists() else "") == queued
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
-def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the notice it saves and is queued again, and its next start ends with the same weights."""
-    install(tmp_path / "bin", "scontrol")
-    for name, value in {**JOB, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}.items():
-        monkeypatch.setenv(name, value)
-
-    def job(directory: Path) -> Callable[[], None]:
-        def main() -> None:
-            os.environ["RUN_DIRECTORY"] = str(directory / "run")
-            example("slurm/train.py", directory, num_epochs=3)()
-
-        directory.mkdir(exist_ok=True)
-        return main
-
-    whole = Script(job(tmp_path / "whole")).wait()
-    assert whole.exit_code == 0, whole.output
-    noticed = strike_after_saves(Script(job(tmp_path / "cut")), tmp_path / "cut", signum=signal.SIGUSR1)
-    assert noticed.exit_code != 0, noticed.output
-    assert (tmp_path / "bin" / "scontrol.txt").read_text().split()[:2] == ["requeue", "4711"]
-    last = Script(job(tmp_path / "cut"), seed=2).wait()
-    assert last.exit_code == 0, last.output
-    assert_went_on(last)
-    found = [re.findall(r"^weights \w{16}$", ended.output, flags=re.MULTILINE) for ended in (whole, last)]
-    assert found[0] == found[1] != []

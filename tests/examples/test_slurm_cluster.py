@@ -5,20 +5,24 @@ All jobs run side by side: each waits most of the time, for SLURM or for a signa
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.harness.slurm import Cluster, missing
-from tests.slurm.jobs import SECONDS, Job, without_slurm
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "slurm"
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,6 +31,84 @@ pytestmark = [
 ]
 IS_QUIET = threading.Event()
 """Set when the jobs whose time is short have begun to train: beside many others, Python takes long to start."""
+SECONDS = 170.0
+"""How long anything may take."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
+_VARIABLES = {
+    "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))),
+    "PYTHONPATH": str(ROOT),
+    "EXAMPLE": str(EXAMPLE / "train.py"),
+    "NUM_EPOCHS": "4",
+    "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class Job:
+    """A job of the example's script, which is submitted with less than it asks for.
+
+    Args:
+        cluster: The cluster.
+        directory: Where the job is submitted. Its logs are there.
+        options: More options of ``sbatch``.
+        variables: More variables for the job, see `tests/slurm/train.py`.
+    """
+
+    def __init__(self, cluster: Cluster, directory: Path, *options: str, **variables: str) -> None:
+        self._cluster = cluster
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tests" / "slurm" / "train.py", directory)
+        small = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log-%a.txt")
+        self._command = ["--parsable", *small, *options, str(EXAMPLE / "train.sbatch")]
+        self._variables = {**_VARIABLES, "SECONDS_PER_BATCH": "0.5", **variables}
+        self.submit()
+
+    def submit(self) -> None:
+        """Submit the job."""
+        self.number = self._cluster.ask("sbatch", *self._command, directory=self.directory, **self._variables)
+
+    def signal(self, name: str, task: str = "") -> None:
+        """Send a signal to all tasks of the job, not to its shell."""
+        self._cluster.ask("scancel", f"--signal={name}", self.number + task)
+
+    def fields(self, task: str = "") -> dict[str, str]:
+        """Return what SLURM knows about the job."""
+        shown = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number + task)
+        return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+    def wait_for(self, is_so: Callable[[], object], what: str) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}\n{self.fields()}\n{self.log()}"
+            time.sleep(0.3)
+
+    def wait_for_line(self, text: str, task: str = "") -> None:
+        """Wait until a text is in the log."""
+        self.wait_for(lambda: text in self.log(task), text)
+
+    def wait_for_more_time(self) -> None:
+        """Wait until the job is queued again, and give it more time: on a busy machine, Python starts slowly."""
+        self.wait_for(lambda: self.fields()["Restarts"] != "0", "a requeue")
+        self._cluster.ask("scontrol", "update", f"JobId={self.number}", "TimeLimit=10")
+
+    def wait(self, task: str = "") -> dict[str, str]:
+        """Wait until the job has ended for good; return what SLURM knows about it."""
+        self.wait_for(lambda: self.fields(task)["JobState"] in ENDED, "the end")
+        return self.fields(task)
+
+    def log(self, task: str = "") -> str:
+        """Return what the job has printed in all its parts."""
+        task = task.removeprefix("_") or "4294967294"  # SLURM's number of a job that is in no array
+        path = self.directory / f"log-{task}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def weights(self, task: str = "") -> str:
+        """Return the digest of the weights that the job has printed at its end."""
+        [found] = set(re.findall(r"^weights (\w{16})$", self.log(task), flags=re.MULTILINE)) or [self.log(task)]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +152,12 @@ def notice_for_each_task(job: Job, _: Cluster) -> None:
         job.signal("USR1", task)
 
 
-def canceled(job: Job, _: Cluster) -> None:
+def canceled(job: Job, cluster: Cluster) -> None:
     """The job is canceled, saves, is not queued again, and is submitted again."""
     job.wait_for_line("third batch")
-    job.cancel()
+    cluster.ask("scancel", job.number)
     assert job.wait()["JobState"] == "CANCELLED"
-    first = job.number
-    assert job.submit() != first
-
-
-def preempted(job: Job, cluster: Cluster) -> None:
-    """A job of a partition with a higher priority takes the node."""
-    job.wait_for_line("third batch")
-    urgent = ("--partition=urgent", "--exclusive", "--output=none", "--wrap=sleep 1")
-    cluster.ask("sbatch", *urgent, directory=job.directory)
-
-
-def notice_during_imports(job: Job, _: Cluster) -> None:
-    """The notice comes while the only task has not yet imported anything."""
-    job.wait_for((job.directory / "began--0").exists, "the beginning")
-    job.signal("USR1")
+    job.submit()
 
 
 def notice_while_a_task_waits(job: Job, _: Cluster) -> None:
@@ -98,7 +166,12 @@ def notice_while_a_task_waits(job: Job, _: Cluster) -> None:
     job.signal("USR1")
 
 
+FAST = {"SECONDS_PER_BATCH": "0"}
 SCENARIOS = {
+    "whole": Scenario(strike=lambda *_: None, variables=FAST, is_requeued=False, resumes=False),
+    "whole, of two": Scenario(
+        strike=lambda *_: None, options=("--nodes=2",), variables=FAST, num_ranks=2, is_requeued=False, resumes=False
+    ),
     # A minute after the start: SLURM looks every 30 s, and sends the notice up to 30 s earlier than asked.
     "time": Scenario(
         strike=time_is_over,
@@ -115,8 +188,6 @@ SCENARIOS = {
     ),
     "array": Scenario(strike=notice_for_each_task, options=("--array=0-1",), tasks=("_0", "_1")),
     "canceled": Scenario(strike=canceled, is_requeued=False, said="Stopped by SIGTERM"),
-    "preempted": Scenario(strike=preempted, options=("--partition=spot",), said="Stopped by SIGTERM"),
-    "imports": Scenario(strike=notice_during_imports, variables={"SECONDS_BEFORE_IMPORTS": "60"}, resumes=False),
     "waits": Scenario(
         strike=notice_while_a_task_waits,
         options=("--nodes=2",),
@@ -128,21 +199,15 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[object, Future[Any]]]:
-    """Start all jobs, and two runs without SLURM; yield what becomes of them."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Job]]]:
+    """Start all jobs; yield what becomes of them."""
     short = Path(tempfile.mkdtemp(prefix="slurm-"))  # sockets need a short path
     directory = tmp_path_factory.mktemp("jobs")
     cluster = Cluster(short)
-    pool = ThreadPoolExecutor(len(SCENARIOS) + 2)
-
-    def whole(num_ranks: int) -> str:
-        IS_QUIET.wait(SECONDS)
-        return without_slurm(directory / f"whole-{num_ranks}", num_ranks)
-
+    pool = ThreadPoolExecutor(len(SCENARIOS))
     try:
         cluster.start()
-        jobs = {name: pool.submit(each.play, cluster, directory / name) for name, each in SCENARIOS.items()}
-        yield {**jobs, **{number: pool.submit(whole, number) for number in (1, 2)}}
+        yield {name: pool.submit(each.play, cluster, directory / name) for name, each in SCENARIOS.items()}
     finally:
         IS_QUIET.set()
         cluster.stop()  # whatever still waits for a job fails now
@@ -151,7 +216,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[object, Futu
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_job_ends_as_without_slurm(name: str, runs: dict[object, Future[Any]]) -> None:
+def test_a_job_ends_as_one_that_nothing_stops(name: str, runs: dict[str, Future[Job]]) -> None:
     """It has come to its end, was queued again or not, resumed after its first batch, and has the same weights."""
     scenario, job = SCENARIOS[name], runs[name].result()
     for task in scenario.tasks:
@@ -160,6 +225,7 @@ def test_a_job_ends_as_without_slurm(name: str, runs: dict[object, Future[Any]])
         resumed = set(re.findall("Resumed exactly (before batch .* of epoch .*?)[.,;]", log))
         assert resumed - {"before batch 0 of epoch 0"} or not scenario.resumes, log
         assert scenario.said in log
-        assert job.weights(task) == runs[scenario.num_ranks].result()
+        whole = runs["whole" if scenario.num_ranks == 1 else "whole, of two"].result()
+        assert job.weights(task) == whole.weights()
     found = [re.search(r"run/([^/\s]+)/", job.log(task)) for task in scenario.tasks]
     assert name != "array" or len({each[1] for each in found if each}) == 2  # each task of an array has its own run

@@ -58,14 +58,8 @@ def changed(event: str, **values: Any) -> str:
 # The options of the drill, and the arguments of the script. The first word of the verdict is part of its snapshot.
 EXACT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "killed twice": (("--kills=2",), ()),
-    "stopped twice": (("--kills=2", "--signal=TERM"), ()),
-    "exceptions": (("--kills=2", "--signal=exception"), ()),
-    "ends well when stopped": (("--signal=TERM",), ("--stops-with=0",)),
     "ends well when it raises": (("--signal=exception",), ("--stops-with=0",)),
-    "before named batches": (("--at", "1", "4", "7"), ()),
-    "stopped before named batches": (("--at", "1", "7", "--signal=TERM"), ()),
     "several fits": (("--kills=3", "--seed=4"), ("--fits=2", "--batches=5")),
-    "all that a script does": (("--kills=4",), EVERYTHING),
     "all, stopped": (("--kills=4", "--signal=TERM"), EVERYTHING),
     "all, with exceptions": (("--kills=4", "--signal=exception"), EVERYTHING),
     "in named parts, before named batches": (("--in=validation,predict", "--at", "4", "8"), EVERYTHING),
@@ -79,25 +73,14 @@ EXACT: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 CHANGES: dict[str, tuple[str, ...]] = {
     "other samples": (changed("batch", order="x", content="x", rng="x", loss=OTHER),),
-    "another content": (changed("batch", content="x", rng="x", loss=OTHER),),
     "generators": (changed("batch", rng="x", loss=OTHER),),
     "loss": (changed("batch", loss=OTHER, learning_rates=[[OTHER]]),),
-    "loss in other surroundings": (
-        changed("batch", loss=OTHER),
-        changed("fit", surroundings={"threads": 4}),
-    ),
-    "loss, not restored exactly": (
-        changed("batch", loss=OTHER),
-        changed("resumed", exact=False, not_exact=["the sampler"]),
-    ),
+    "loss in other surroundings": (changed("batch", loss=OTHER), changed("fit", surroundings={"threads": 4})),
     "learning rate": (changed("batch", learning_rates=[[OTHER]]),),
     "validation": (changed("validated", metrics={"accuracy": OTHER}),),
     "logged": (changed("log", metrics={"seconds": OTHER}),),
     "weights at the end": (changed("end", weights="x"),),
-    "optimizers at the end": (changed("end", optimizers="x"),),
-    "metrics at the end": (changed("end", metrics={"accuracy": OTHER}),),
     "generators at the end": (changed("end", rng="x"),),
-    "no validation run": (changed("validated"),),
     "no end": (changed("end"),),
 }
 IN_TEST: dict[str, tuple[str, ...]] = {
@@ -114,7 +97,6 @@ BY_ITSELF: dict[str, tuple[str, ...]] = {
     "initial weights": (changed("batch", loss=OTHER),),
     "kernels": (changed("batch", loss=OTHER, since=2),),
     "a clock that is logged": (changed("log", metrics={"seconds": OTHER}),),
-    "a monitor's columns": (changed("log", metrics={"DeviceStatsMonitor.on_train_batch_end/cpu_percent": OTHER}),),
     "the course": (changed("validated"),),
 }
 FAULTY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -122,12 +104,9 @@ FAULTY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **{f"test: {name}": (("--in=test", "--at", "2"), ("--test=4", *more)) for name, more in IN_TEST.items()},
     **{f"by itself: {name}": (("--check",), ("--always", *arguments)) for name, arguments in BY_ITSELF.items()},
     "differs, and checked": (("--at=3", "--check"), CHANGES["loss"]),
-    "differs by itself, unchecked": (("--at=6",), ("--always", *BY_ITSELF["kernels"])),
     "begins again": ((), ("--begins-again",)),
-    "a test begins again": ((), ("--fits=0", "--test=6", "--begins-again")),
     "fails": ((), ("--fails",)),
     "a restart fails": ((), ("--fails-again",)),
-    "a launcher's restart fails": (("--signal=exception",), ("--launcher", "--fails-again")),
     "a restart is refused": ((), ("--is-refused",)),
     "catches the exception": (("--signal=exception",), ("--catches",)),
     "no autosaves": ((), ("--deaf",)),
@@ -136,9 +115,6 @@ FAULTY: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "after the end": (("--at=16",), ()),
     "no such part": (("--in=test",), ()),
 }
-
-SAME = {"a test begins again": "Likely cause: not resumed", "a launcher's restart fails": "Likely cause: restart"}
-"""Cases of which the same is said as of another one."""
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -161,7 +137,7 @@ def test_a_flaw_is_found_and_its_cause_named(
     options, arguments = FAULTY[case]
     found = drill(capsys, tmp_path, options, *arguments)
     text = shown(found, tmp_path)
-    assert SAME[case] in text if case in SAME else text[max(text.find("DIFFERS"), 0) :] == snapshot
+    assert text[max(text.find("DIFFERS"), 0) :] == snapshot
     assert max(map(len, text.splitlines())) <= 80
     assert case == "no ledger" or autosaves(tmp_path) == []
     assert ("  | ValueError: it fails" in found.err) == ("fails" in case)
@@ -207,12 +183,9 @@ REFUSED = [
     ["--", "./file.sh"],
     ["--output", ".", "--", "python"],
     ["--html", "nowhere/page.html", "--", "python"],
-    ["--html", ".", "--", "python"],
-    ["--", "./script"],
     [],
     ["--kills", "0", "--", "python"],
     ["--timeout", "nan", "--", "python"],
-    ["--signal", "x", "a"],
 ]
 
 
@@ -222,9 +195,8 @@ def test_what_would_fail_in_the_end_is_refused_at_once(
     """A wrong path or command, a number without a meaning, and no command are reported, and leave no directory."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    for name in ("file.py", "file.sh", "script"):
+    for name in ("file.py", "file.sh"):
         (tmp_path / name).write_text("no interpreter")
-    (tmp_path / "script").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     found = [call(capsys, "drill", *arguments) for arguments in REFUSED]
     assert {(each.status, each.out) for each in found} == {(2, "")}
@@ -247,15 +219,9 @@ def test_what_follows_the_command_is_the_commands(capsys: Capture, before: list[
 )
 def test_a_signal_ends_a_drill_and_all_that_it_started(tmp_path: Path, signals: Any, status: int | None) -> None:
     """Ctrl-C, and a drill that is terminated, leave neither a process nor an autosave, however many signals come."""
+    drilled = ("-m", "lightning_faulttolerant", "drill", "--", *words(tmp_path, "--seconds=100", "--launcher"))
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "lightning_faulttolerant",
-            "drill",
-            "--",
-            *words(tmp_path, "--seconds=100", "--launcher"),
-        ],
+        (sys.executable, *drilled),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},
@@ -271,28 +237,11 @@ def test_a_signal_ends_a_drill_and_all_that_it_started(tmp_path: Path, signals: 
     process.communicate()
     assert process.returncode == (status or 143)
     assert autosaves(tmp_path) == []
-    assert not [
-        entry for entry in Path("/proc").iterdir() if entry.name.isdecimal() and str(tmp_path) in command_of(entry)
-    ]
-
-
-def command_of(process: Path) -> str:
-    """Return the command line of a process, empty if it is gone."""
-    try:
-        return (process / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    left = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    assert not [command for command in left if str(tmp_path).encode() in command]
 
 
 # The terminal.
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        """Return True."""
-        return True
 
 
 def test_the_verdict_has_a_color_on_a_terminal_only(
@@ -311,13 +260,14 @@ def test_progress_is_plain_where_no_lines_can_move(
     monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
 ) -> None:
     """On a terminal, lines move; elsewhere, one comes when a run begins and ends, and every ten seconds."""
-    for stream, terminal, kind in (
-        (Terminal(), "xterm", RichProgress),
-        (io.StringIO(), "xterm", PlainProgress),
-        (Terminal(), "dumb", PlainProgress),
-        (Terminal(), "unknown", PlainProgress),
+    for is_terminal, name, kind in (
+        (True, "xterm", RichProgress),
+        (False, "xterm", PlainProgress),
+        (True, "dumb", PlainProgress),
     ):
-        monkeypatch.setenv("TERM", terminal)
+        monkeypatch.setenv("TERM", name)
+        stream = io.StringIO()
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
         with progress_on(stream) as progress:
             assert isinstance(progress, kind)
     clock = iter([0.0, 1.0, 12.0, 13.0])

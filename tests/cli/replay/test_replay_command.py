@@ -81,11 +81,9 @@ IS_LEFT = "left in batch 1 of epoch 0, by the debugger"
     ("ends", "exception", "end", "status"),
     [
         ([LOST, ERROR], ERROR[1], IS_RAISED, 0),
-        ([LOST, ERROR], LOST[1], IS_RAISED, 0),
         ([(RAISED, "RuntimeError: closed"), ERROR], ERROR[1], IS_RAISED, 0),
         ([LOST, ERROR], "TypeError: no", IS_RAISED, 1),
         ([LOST, (REACHED, "")], ERROR[1], "raised in batch 1 of epoch 0: RanksLostError: rank 1 is lost", 1),
-        ([(LEFT, ""), LOST], ERROR[1], IS_LEFT, 0),
         ([(LEFT, ""), LOST], None, IS_LEFT, 0),
         ([(REACHED, ""), ERROR], None, IS_RAISED, 2),
     ],

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.supervise.training import Plan
-from tests.harness import places, python
+from tests.harness import python
 from tests.scripts import told
 
 ROOT = Path(__file__).parents[3]
@@ -71,12 +70,11 @@ class RunningTrial:
             deadline = time.monotonic() + 8
             while (left := python.marked(self._mark)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            described = [_described(process_id) for process_id in left]
         except subprocess.TimeoutExpired:
             raise TimeoutError(self._output.read_text()) from None
         finally:
             self.kill()
-        assert not described, f"These processes are left: {described}\n{self._output.read_text()}"
+        assert not left, f"These processes are left: {left}\n{self._output.read_text()}"
         return Trial(code, self._output.read_text(), self._directory)
 
     def kill(self) -> None:
@@ -88,15 +86,6 @@ class RunningTrial:
             self.process.wait(10)
 
 
-def _described(process_id: int) -> str:
-    """Return what is known of a process. One that is forked from this one has its words."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
-        status = Path(f"/proc/{process_id}/status").read_text()
-        return f"{process_id} {words[:6]} {re.findall(r'^(?:State|PPid|Sig...):.*', status, re.MULTILINE)}"
-    return f"{process_id}, which has ended since"
-
-
 def begin(
     directory: Path,
     plan: Plan,
@@ -104,7 +93,6 @@ def begin(
     options: Sequence[str] | None = (),
     flags: str = "",
     output: str = "output",
-    mount: str = "",
 ) -> RunningTrial:
     """Start the script.
 
@@ -114,14 +102,11 @@ def begin(
         options: The options of the supervised run; ``None`` starts the script alone.
         flags: More arguments of the callback.
         output: The name of a file for its output.
-        mount: Where the command has its own small file system.
     """
     script = (str(SCRIPT), str(directory), json.dumps(asdict(plan)))
     command = script if options is None else (*RUN, *options, "--", sys.executable, *script)
-    command = ("-m", "tests.cli.supervise.own_mounts", mount, *command[1:]) if mount else command
     variables = {"PL_FAULT_TOLERANT_OPTIONS": f"every_n_train_steps=1, dirpath={directory / 'autosaves'}{flags}"}
     variables |= {"PL_FAULT_TOLERANT_TRAINING": "1"} if options is None else {}
-    variables |= {"TMPDIR": places.on_disk()} if mount else {}  # it may hide what was in shared memory
     return RunningTrial(directory, command, output, **variables)
 
 

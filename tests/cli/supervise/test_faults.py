@@ -7,21 +7,15 @@ two. `--fault-trials` and `--fault-seed` set the number of trials and the seed.
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.cli.supervise.fault_kinds import KINDS
-from tests.cli.supervise.own_mounts import can_mount
 from tests.cli.supervise.supervised import begin, undisturbed
-from tests.cli.supervise.training import HOOKS, WRITE, Plan
-from tests.harness import places
+from tests.cli.supervise.training import HOOKS, Plan
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -42,15 +36,13 @@ class FaultTrial:
         """Return the arguments of the script, and those of the callback."""
         draw = random.Random(str(self))
         kind = KINDS[self.kind]
-        rank = draw.randrange(self.num_ranks)
-        hook = draw.choice([hook for hook in HOOKS[self.moment] if hook != WRITE or rank == 0])  # rank 0 writes
+        hook = draw.choice([*HOOKS[self.moment]])
+        place = {"hook": hook, "number": draw.randrange(HOOKS[self.moment][hook])}
         workers = draw.choice([0, 0, 0, 2]) if kind.num_workers is None else kind.num_workers
-        number = draw.randrange(HOOKS[self.moment][hook])
         # On a busy machine, a start may take some seconds.
         flags = f", async_save={draw.choice(['true', 'false'])}, HangWatch.timeout=10"
-        place = {"hook": hook, "number": number, "rank": rank}
-        more = {"kind": self.kind, "seed": self.seed, "has_mounts": bool(kind.mounts)}
-        return Plan(num_workers=workers, **place, **more), flags  # type: ignore[arg-type]
+        rank = draw.randrange(self.num_ranks)
+        return Plan(num_workers=workers, **place, kind=self.kind, seed=self.seed, rank=rank), flags
 
 
 def draw_trials(number: int, seed: int) -> list[FaultTrial]:
@@ -73,29 +65,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("trial", draw_trials(number, seed), ids=str)
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """Yield a directory outside of shared memory, over which a trial may mount another file system."""
-    path = Path(tempfile.mkdtemp(prefix="fault-", dir=places.on_disk()))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def test_trial(trial: FaultTrial, directory: Path) -> None:
+def test_trial(trial: FaultTrial, tmp_path: Path) -> None:
     """The run ends by itself, also if it has to be started again after a request to stop, and leaves no process."""
     kind = KINDS[trial.kind]
-    if kind.mounts and not can_mount():
-        pytest.skip("mounts a small file system, which this system does not allow")
     plan, flags = trial.plan()
     options = ("--nproc-per-node", str(trial.num_ranks)) if trial.num_ranks > 1 else ()  # one is started as if by hand
-    mount = os.path.join(directory, kind.mounts) if kind.mounts else ""
-    (directory / "autosaves").mkdir()
-    ended = [begin(directory, plan, options=options, flags=flags, mount=mount).wait()]
+    (tmp_path / "autosaves").mkdir()
+    ended = [begin(tmp_path, plan, options=options, flags=flags).wait()]
     if ended[0].exit_code in kind.ends:
-        ended.append(begin(directory, plan, options=options, flags=flags, mount=mount, output="again").wait())
+        ended.append(begin(tmp_path, plan, options=options, flags=flags, output="again").wait())
     told = f"{plan}\n{flags}\n" + "\n=== ".join(f"{each.exit_code}\n{each.output}" for each in ended)
     assert ended[-1].exit_code == 0, told
-    assert (directory / "struck").exists(), f"The fault did not come.\n{told}"
+    assert (tmp_path / "struck").exists(), f"The fault did not come.\n{told}"
     weights = ended[-1].told("weights")
     assert weights, told
     assert all([found] == undisturbed(trial.num_ranks, plan.num_workers) for found in weights), told

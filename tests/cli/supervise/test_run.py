@@ -16,7 +16,6 @@ import pytest
 
 from lightning_faulttolerant.cli.run import OTHERS_ENDED
 from lightning_faulttolerant.processes import is_running
-from lightning_faulttolerant.supervision.heartbeats import read_heartbeats
 from tests.cli.supervise.supervised import RUN, RunningTrial, Trial, begin, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS, Plan
 from tests.histories import chapter_of
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.timeout(300)
 RAISES = Plan(kind="exception")
 SLOW = Plan(seconds=0.1)
 IMPORT_ERROR = Plan(kind="import error")
-TWO_RANKS = ("--nproc-per-node", "2")
 SHORT = ", HangWatch.timeout=5"
 
 
@@ -52,12 +50,6 @@ def test_a_script_that_fails_once_finishes_as_if_it_had_not(tmp_path: Path) -> N
     assert trial.told("environment") == [[None, None]]
 
 
-def test_without_supervision_the_same_script_fails(tmp_path: Path) -> None:
-    """The negative control: alone, the script trains no further than to its exception."""
-    trial = begin(tmp_path, RAISES, options=None).wait()
-    assert (trial.exit_code, len(trial.told("steps")), trial.told("weights")) == (1, 4, [])
-
-
 def test_the_requests_reach_the_script(tmp_path: Path) -> None:
     """What the options ask for, the script reads from its environment."""
     code = "import os; print([os.environ[f'PL_FAULT_TOLERANT_{n}'] for n in ('RESUME_FROM', 'SKIP_BATCHES', 'ACCEPT')])"
@@ -67,36 +59,25 @@ def test_the_requests_reach_the_script(tmp_path: Path) -> None:
     assert "['40', '0:43,4:2', 'a.b,c']" in ended.stdout
 
 
-# The script's plan, the options, the exit code, the number of starts that train, and what the output says.
-GIVEN_UP: dict[str, tuple[Plan, tuple[str, ...], int, int, tuple[str, ...]]] = {
-    "the same exception": (
-        replace(RAISES, how="always"),
-        (),
-        3,
-        3,
-        (
-            "3 starts in a row",
-            "in batch 3 of epoch 0, on rank 0: ValueError: an exception.",
-            "Its samples are train/0: ",
-        ),
-    ),
-    "it never trains": (
-        IMPORT_ERROR,
-        ("--max-restarts", "2"),
-        4,
-        0,
-        ("ImportError: no such module", "2 starts in a row ended without a new autosave; the last one by exit code 1"),
-    ),
-}
+SAME = "in batch 3 of epoch 0, on rank 0: ValueError: an exception."
+NEVER = "2 starts in a row ended without a new autosave; the last one by exit code 1"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GIVEN_UP)
-def test_a_run_that_gets_no_further_is_given_up(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "options", "exit_code", "num_starts", "said"),
+    [
+        (replace(RAISES, how="always"), (), 3, 3, ("3 starts in a row", SAME, "Its samples are train/0: ")),
+        (IMPORT_ERROR, ("--max-restarts", "2"), 4, 0, ("ImportError: no such module", NEVER)),
+    ],
+    ids=["the same exception", "it never trains"],
+)
+def test_a_run_that_gets_no_further_is_given_up(
+    plan: Plan, options: tuple[str, ...], exit_code: int, num_starts: int, said: tuple[str, ...], tmp_path: Path
+) -> None:
     """The message names the batch, its samples, and the exception; the exit codes are documented."""
-    plan, options, code, num_starts, said = GIVEN_UP[case]
     trial = begin(tmp_path, plan, options=options).wait()
-    assert (trial.exit_code, trial.num_starts, trial.told("weights")) == (code, num_starts, []), trial.output
+    assert (trial.exit_code, trial.num_starts, trial.told("weights")) == (exit_code, num_starts, []), trial.output
     assert all(text in trial.output for text in said), trial.output
 
 
@@ -118,17 +99,6 @@ def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.
     finished = begin(tmp_path, SLOW).wait()
     assert_finished(finished)
     assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES
-
-
-@pytest.mark.slow
-def test_a_script_that_is_stopped_itself_is_not_started_again(tmp_path: Path) -> None:
-    """A scheduler may signal the script and not the command; the run ends with the script's code all the same."""
-    trial = begin(tmp_path, SLOW)
-    wait_for(trial, lambda: len(trial.steps()) > 2)
-    os.kill(trial.steps()[0][0], signal.SIGTERM)
-    stopped = trial.wait()
-    assert stopped.exit_code == 143, stopped.output
-    assert "start 1: The run is stopped by SIGTERM." in stopped.output
 
 
 def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
@@ -208,13 +178,11 @@ def test_the_other_machine_ends_with_a_message(tmp_path: Path, number: int) -> N
         options = (*meeting(1), "--max-restarts", "1" if each == number else "5")
         trials.append(begin(tmp_path, IMPORT_ERROR, options=options, output=f"machine-{each}"))
         time.sleep(1)  # the first one is to listen
-    ended = [trial.wait() for trial in trials]
-    output = "".join(trial.output for trial in ended)
-    assert [trial.exit_code for trial in ended] == [4, 4], output
-    gave_up, other = ended[number].output, ended[1 - number].output
-    assert "A start ended without a new autosave" in gave_up, output
-    assert OTHERS_ENDED in other, output
-    assert "launch_agent" not in other, f"torch's traceback: {output}"
+    gave_up, other = (trials[each].wait() for each in (number, 1 - number))
+    assert (gave_up.exit_code, other.exit_code) == (4, 4)
+    assert "A start ended without a new autosave" in gave_up.output
+    assert OTHERS_ENDED in other.output
+    assert "launch_agent" not in other.output, f"torch's traceback: {other.output}"
 
 
 # Processes that hang.
@@ -225,16 +193,12 @@ def reports(trial: Trial) -> list[str]:
     return [path.read_text() for path in sorted(trial.directory.glob("autosaves/*/hang-*.txt"))]
 
 
-# The script's plan, the options, and what the report says.
-HUNG: dict[str, tuple[Plan, tuple[str, ...], tuple[str, ...]]] = {
-    "SIGSTOP": (Plan(kind="SIGSTOP"), (), ("(epoch 0, batch 3)", "stopped by a signal")),
-    "GIL": (Plan(kind="GIL"), (), ("(epoch 0, batch 3)", "in come")),
-    "worker": (Plan(kind="worker-deadlock", num_workers=2), (), ("in _try_get_data", "in __getitem__")),
-    "one of two ranks": (
-        Plan(kind="rank-without-collective", rank=1),
-        TWO_RANKS,
-        ("The others wait in a collective for rank 1.",),
-    ),
+# The script's plan, and what the report says.
+HUNG: dict[str, tuple[Plan, tuple[str, ...]]] = {
+    "SIGSTOP": (Plan(kind="SIGSTOP"), ("(epoch 0, batch 3)", "stopped by a signal")),
+    "GIL": (Plan(kind="GIL"), ("(epoch 0, batch 3)", "in come")),
+    "worker": (Plan(kind="worker-deadlock", num_workers=2), ("in _try_get_data", "in __getitem__")),
+    "rank": (Plan(kind="rank-without-collective", rank=1), ("The others wait in a collective for rank 1.",)),
 }
 
 
@@ -242,25 +206,14 @@ HUNG: dict[str, tuple[Plan, tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", HUNG)
 def test_a_hung_process_is_started_again(tmp_path: Path, case: str) -> None:
     """It is noticed though no Python runs in it; the report says where it was, with its stack if it has one."""
-    plan, options, said = HUNG[case]
-    trial = begin(tmp_path, plan, options=options, flags=SHORT).wait()
-    assert_finished(trial, 2 if options else 1, plan.num_workers, num_starts=4 if options else 2)
+    (plan, said), num_ranks = HUNG[case], 2 if case == "rank" else 1
+    trial = begin(tmp_path, plan, options=("--nproc-per-node", "2") if num_ranks > 1 else (), flags=SHORT).wait()
+    assert_finished(trial, num_ranks, plan.num_workers, num_starts=2 * num_ranks)
     [report] = reports(trial)
     assert all(text in report for text in said), report
     hangs = {process.hang for process in chapter_of(trial.directory / "autosaves").processes} - {None}
     assert [4 < hang[1] - hang[0] < 30 for hang in hangs if hang] == [True]  # the next start has told of it
     assert "See " in trial.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["GIL", "SIGSTOP"])
-def test_without_the_watcher_it_hangs_for_ever(tmp_path: Path, kind: str) -> None:
-    """The negative control: with ``HangWatch.action=off``, nothing ends the same script."""
-    trial = begin(tmp_path, Plan(kind=kind), flags=f"{SHORT}, HangWatch.action=off")
-    wait_for(trial, (tmp_path / "struck").exists)
-    with pytest.raises(TimeoutError):
-        trial.wait(10)
-    assert len(trial.steps()) == 4
 
 
 @pytest.mark.slow
@@ -270,8 +223,6 @@ def test_without_run_a_hung_process_ends_with_a_documented_code(tmp_path: Path, 
     more: dict[str, Any] = {"options": None, "flags": f"{SHORT}, HangWatch.action=stop"}
     hung = begin(tmp_path, Plan(kind=kind), **more).wait()
     assert (hung.exit_code, len(reports(hung)), hung.told("weights")) == (60, 1, []), hung.output
-    memory = Path("/dev/shm").glob("lightning-faulttolerant-*")
-    assert [name for name in memory for beat in read_heartbeats(name) if str(tmp_path) in beat.directory] == []
     assert_finished(begin(tmp_path, Plan(kind=kind), **more).wait())
 
 

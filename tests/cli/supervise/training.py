@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +21,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.cli.supervise.fault_kinds import KINDS
-from tests.cli.supervise.own_mounts import join_mounts_of
-from tests.faulty_files import FaultyFiles
 from tests.scripts import tell
 
 NUM_EPOCHS, NUM_BATCHES, NUM_EVALUATED = 2, 5, 2
-WRITE, BATCH = "write", "on_train_batch_start"
-"""The first is no hook: a step in the directory of the autosaves, such as a write or a rename."""
+BATCH = "on_train_batch_start"
 HOOKS = {
     "setup": {"setup": 1, "on_fit_start": 1, "on_train_start": 1},
     "training": dict.fromkeys(
         (BATCH, "on_before_backward", "on_after_backward", "on_train_batch_end"), NUM_EPOCHS * NUM_BATCHES
     ),
-    "saving": {"on_save_checkpoint": 8, WRITE: 80},
+    "saving": {"on_save_checkpoint": 8},
     "validation": dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), NUM_EPOCHS * NUM_EVALUATED)
     | {"on_validation_epoch_end": NUM_EPOCHS},
     "teardown": {"on_train_end": 1, "on_fit_end": 1, "teardown": 1},
@@ -56,7 +52,6 @@ class Plan:
     rank: int = 0
     how: str = "once"
     seed: int = 0
-    has_mounts: bool = False
     seconds: float = 0
     """How long each batch takes."""
 
@@ -66,7 +61,6 @@ class Strike(Callback):
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.plan, self.directory = plan, directory
-        self.files: FaultyFiles | None = None
         self.counter = Counter()
 
     def come(self, hook: str, trainer: Trainer, *_: object) -> None:
@@ -89,40 +83,22 @@ class Strike(Callback):
             if KINDS[plan.kind].cause(self.directory, plan.seed) is False:
                 struck.unlink()
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.plan.hook == WRITE and trainer.global_rank == self.plan.rank:
-
-            def write(step: object, carry_out: Callable[..., Any]) -> Any:
-                self.come(WRITE, trainer)
-                return carry_out()
-
-            self.files = FaultyFiles(self.directory / "autosaves", write)
-            self.files.__enter__()
-        self.come("setup", trainer)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.come("teardown", trainer)
-        if self.files is not None:
-            self.files.__exit__()
-
 
 class Counter:
     """Counts calls; it is no state of the run."""
 
-    def __init__(self) -> None:
-        self._number, self._lock = 0, threading.Lock()
+    number = 0
 
     def __reduce__(self) -> tuple[type[Counter], tuple[()]]:
         return Counter, ()
 
     def up(self) -> int:
         """Return the number of calls so far."""
-        with self._lock:
-            self._number += 1
-            return self._number
+        self.number += 1
+        return self.number
 
 
-for _name in {name for names in HOOKS.values() for name in names} - {"setup", "teardown", WRITE}:
+for _name in {name for names in HOOKS.values() for name in names}:
     setattr(Strike, _name, lambda self, trainer, *_, name=_name, **__: self.come(name, trainer))
 
 
@@ -168,8 +144,6 @@ def main() -> None:
     directory, plan = Path(sys.argv[1]), Plan(**json.loads(sys.argv[2]))
     if plan.kind == "import error":
         raise ImportError("no such module")
-    if plan.has_mounts:
-        join_mounts_of(os.getppid())
     warnings.simplefilter("ignore")
     random.seed(1), np.random.seed(1), torch.manual_seed(1), torch.set_num_threads(1)
     (directory / "autosaves").mkdir(exist_ok=True)
