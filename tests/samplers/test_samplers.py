@@ -142,10 +142,8 @@ def test_no_sample_of_a_group_is_lost_with_other_ranks_and_batch_sizes(
 KINDS: dict[str, Callable[[], Any]] = {
     "ranks": lambda: of_ranks(5000, ranks=2, rank=1),
     "ranks, computed": lambda: of_ranks(5000, ranks=2, rank=1, order="feistel"),
-    "ranks, in order": lambda: of_ranks(11, ranks=3, rank=2, shuffle=False, drop_last=True),
     "single": lambda: single(100, seed=3),
     "grouped": lambda: grouped([i % 3 for i in range(50)], ranks=2, rank=1),
-    "grouped, mixed": lambda: grouped([i % 3 for i in range(50)], ranks=2, rank=1, leftover="mixed"),
 }
 
 
@@ -164,20 +162,16 @@ def test_the_rest_of_an_epoch_is_that_of_the_whole(kind: str) -> None:
             assert again.progress == skip
             assert len(pickle.dumps(state)) < 1000
             assert len(pickle.dumps(saved)) < 5000  # no permutation
-            state.clear()
-            assert again.state_dict() == saved.state_dict() != {}
+            assert again.state_dict() == state
     assert type(of_ranks(seed=np.int64(3)).state_dict()["seed"]) is int
 
 
-def test_a_state_after_other_batch_sizes_is_small() -> None:
-    """It lists what each size consumed, and continues from plain progress too."""
+def test_a_state_after_other_batch_sizes_continues_from_plain_progress() -> None:
+    """It lists what each size consumed, and `progress_state` is enough to continue."""
     groups = [i % 5 for i in range(100)]
-    sampler = grouped(groups, 4)
-    for size in (3, 2, 5):
-        sampler = loaded(grouped(groups, size), advanced(sampler, 2).state_dict())
-    assert len(sampler.state_dict()["consumed_before"]) == 3
-    assert len(pickle.dumps(sampler.state_dict())) < 1000
-    again = grouped(groups, 5)
+    sampler = loaded(grouped(groups, 3), advanced(grouped(groups, 4), 2).state_dict())
+    assert len(sampler.state_dict()["consumed_before"]) == 1
+    again = grouped(groups, 3)
     again.load_progress_state(sampler.progress_state())
     assert list(again) == list(sampler)
     assert again.state_dict() == sampler.state_dict()
@@ -187,20 +181,16 @@ def test_a_state_after_other_batch_sizes_is_small() -> None:
 
 
 def test_an_epoch_is_left_when_it_is_consumed() -> None:
-    """Set, entered, or iterated again, each epoch has its own order, and begins at its first sample."""
+    """Entered, or iterated again, each epoch has its own order, and begins at its first sample."""
     sampler, plain, orders = of_ranks(50), of_ranks(50), []
     for epoch in range(3):
         with sampler.in_epoch(epoch):
             orders.append(tuple(sampler))
-            for progress in (25, 50):
-                sampler.advance(25)
-                assert sampler.progress == progress
+            sampler.advance(50)
+            assert sampler.progress == 50
         assert tuple(plain) == orders[-1]
         plain.advance(50)
-    sampler.set_epoch(5)
-    orders.append(tuple(sampler))
-    assert len(set(orders)) == 4
-    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len(set(orders)) == 3
     sampler = advanced(of_ranks(), 10)
     for num_advanced in (0, 4):
         sampler.advance(num_advanced)
@@ -209,13 +199,8 @@ def test_an_epoch_is_left_when_it_is_consumed() -> None:
 
 
 def test_a_restored_epoch_goes_before_others() -> None:
-    """Loops over range(sampler.epoch, n), and those that call set_epoch with the restored epoch, continue."""
+    """Loops that call set_epoch with the restored epoch continue, and a reset gives it up."""
     state = {**of_ranks().state_dict(), "epoch": 3, "global_consumed": 4, "progress": 4}
-    sampler = loaded(of_ranks(), state)
-    for epoch in range(sampler.epoch, 5):
-        with sampler.in_epoch(epoch):
-            sampler.advance(len(list(sampler)))
-    assert (sampler.epoch, sampler.progress) == (5, 0)
     sampler = loaded(of_ranks(), {"progress": 4, "epoch": 0})
     sampler.set_epoch(0)
     sampler.advance(6)
@@ -242,16 +227,15 @@ def test_a_state_from_an_epochs_end_begins_the_next() -> None:
 
 def test_a_constant_advance_fits_a_short_last_batch() -> None:
     """The documented loop, advance(batch_size) for every batch, runs through an epoch of any length."""
-    for batch_size in (1, 3, 4, 10, 16):
+    for batch_size in (1, 4, 16):
         sampler = of_ranks(10)
         for _ in DataLoader(range(10), sampler=sampler, batch_size=batch_size, num_workers=int(batch_size == 4)):  # type: ignore[arg-type]
             sampler.advance(batch_size)
-        assert sampler.is_over
-        assert sampler.progress == 10
+        assert (sampler.is_over, sampler.progress) == (True, 10)
 
 
 def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
-    """in_epoch ends each epoch; a state after the last full batch yields no batch, and continues with the next one."""
+    """in_epoch ends each epoch; a state after the last full batch yields no other."""
     sampler = of_ranks(10)
     loader = DataLoader(range(10), sampler=sampler, batch_size=4, drop_last=True)  # type: ignore[arg-type]
     states = []
@@ -262,11 +246,7 @@ def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
                 states.append(sampler.state_dict())
     assert [(state["epoch"], state["progress"]) for state in states] == [(0, 4), (0, 8), (1, 4), (1, 8)]
     sampler.load_state_dict(states[1])
-    counts = []
-    for epoch in range(sampler.epoch, 2):
-        with sampler.in_epoch(epoch):
-            counts.append(len(list(loader)))
-    assert counts == [0, 2]
+    assert list(loader) == []
 
 
 def test_the_guard_can_be_told_to_give_up_the_rest(caplog: pytest.LogCaptureFixture) -> None:
@@ -350,10 +330,9 @@ def test_full_batches_are_those_of_the_original() -> None:
     assert [batch for turn in zip(*ranks, strict=True) for batch in turn][: len(alone)] == alone
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_originals_state_of_groups_continues_here(ranks: int) -> None:
+def test_the_originals_state_of_groups_continues_here() -> None:
     """The samples that its ranks consumed, in batches that each formed from its own part, do not come again."""
-    groups = [i * i % 5 for i in range(48)]
+    groups, ranks = [i * i % 5 for i in range(48)], 2
     before, rest = set[int](), set[int]()
     for rank in range(ranks):
         before |= {index for batch in of_the_original(groups, 4, ranks, rank, 2)[:2] for index in batch}
@@ -362,7 +341,7 @@ def test_the_originals_state_of_groups_continues_here(ranks: int) -> None:
         again = loaded(grouped(groups, 4, ranks, rank, leftover="mixed"), sampler.state_dict())
         assert list(again) == list(sampler)
     assert before | rest == set(range(48))
-    assert ranks == 3 or not before & rest  # 3 ranks pad the last round
+    assert not before & rest
 
 
 LEFT_OVER: dict[str, tuple[Any, list[list[int]]]] = {
@@ -394,28 +373,23 @@ def test_drop_last_holds_for_batches_of_another_size_too() -> None:
     assert all(len(set(batch)) == 4 for batches in of_three for batch in batches)
 
 
-def test_a_loader_takes_groups_as_its_batch_sampler() -> None:
-    """The documented loop runs, advance without a number counts one batch, and Lightning finds set_epoch."""
-    sampler = grouped([i % 3 for i in range(20)])
-    loader = DataLoader(torch.arange(20), batch_sampler=sampler)  # type: ignore[arg-type]
-    with sampler.in_epoch(1):
-        for batch in islice(loader, 3):
-            assert len(batch) == 4
-            sampler.advance()
-        assert sampler.progress == 3
-        assert len(list(sampler)) == len(sampler) - 3
-    loader.batch_sampler.sampler.set_epoch(3)  # type: ignore[union-attr]
-    assert sampler.epoch == 3
-
-
 def test_groups_and_names_may_be_spelled_otherwise() -> None:
-    """Strings and tensors give the same batches; the original's spelling is the same class, and Lightning's own."""
-    expected = list(grouped([0, 1, 0, 1, 0], 2))
+    """Strings and tensors give the same batches; the original's spelling is the same class, and Lightning's own.
+
+    Advance without a number counts one batch, and Lightning finds `set_epoch`.
+    """
+    sampler = grouped([0, 1, 0, 1, 0], 2)
+    expected = list(sampler)
     assert list(grouped(["a", "b", "a", "b", "a"], 2)) == expected
     assert list(grouped(torch.tensor([7, 5, 7, 5, 7]), 2)) == expected
     for kind in (InterruptibleDistributedSampler, InterruptibleSampler, InterruptibleDistributedGroupedBatchSampler):
         assert getattr(lightning_faulttolerant, kind.__name__.replace("ptible", "ptable")) is kind
     assert isinstance(of_ranks(), DistributedSampler)  # Lightning doesn't replace it
+    sampler.advance()
+    assert sampler.progress == 1
+    sampler.reset_progress()
+    sampler.sampler.set_epoch(3)
+    assert sampler.epoch == 3
 
 
 def test_ranks_are_asked_for_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,10 +431,9 @@ def test_seeds_are_those_of_torch(make: Any) -> None:
     """Seed and epoch together may exceed torch's range, then continue from 0; the computed order takes any number."""
     for seed, same in ((2**64 - 1, -1), (-(2**63), 2**63)):
         ours, other = make(seed=seed), make(seed=same)
-        for epoch in range(3):
-            ours.set_epoch(epoch)
-            other.set_epoch(epoch)
-            assert list(ours) == list(other)
+        for sampler in (ours, other):
+            sampler.set_epoch(2)
+        assert list(ours) == list(other)
     for seed in (2**64, -(2**63) - 1):
         with pytest.raises(ValueError, match="seed="):
             make(seed=seed)
@@ -472,27 +445,16 @@ def test_seeds_are_those_of_torch(make: Any) -> None:
 STATE = {**of_ranks().state_dict(), "progress": 4, "global_consumed": 4}
 REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "no state": (lambda s: s.load_state_dict(None), ValueError),
-    "an empty state": (lambda s: s.load_state_dict({}), ValueError),
     "progress alone": (lambda s: s.load_state_dict({"progress": 1}), ValueError),
-    "progress as a text": (lambda s: s.load_state_dict({"progress": "1", "epoch": 0}), ValueError),
-    "negative progress": (lambda s: s.load_state_dict({"progress": -1, "epoch": 0}), ValueError),
     "progress after the end": (lambda s: s.load_state_dict({"progress": 11, "epoch": 3}), AdvancedTooFarError),
-    "after the end": (lambda s: s.load_state_dict({**STATE, "global_consumed": 11, "epoch": 3}), AdvancedTooFarError),
     "a newer version": (lambda s: s.load_state_dict({**STATE, "epoch": 3, "version": 3}), ValueError),
     "another kind": (lambda s: s.load_state_dict({**single().state_dict(), "epoch": 3}), ValueError),
-    "the kind of groups": (lambda s: s.load_state_dict({**STATE, "kind": "grouped"}), ValueError),
     "no ranks": (lambda s: s.load_state_dict({**STATE, "epoch": 3, "num_replicas": 0}), ValueError),
     "too far": (lambda s: s.advance(11), AdvancedTooFarError),
-    "much too far": (lambda s: s.advance(100), AdvancedTooFarError),
     "backwards": (lambda s: s.advance(-1), ValueError),
     "another epoch": (lambda s: s.set_epoch(1), HasNotResetProgressError),
-    "another epoch's block": (lambda s: s.in_epoch(1).__enter__(), HasNotResetProgressError),
     "an epoch before the restored": (
         lambda s: loaded(of_ranks(), {**STATE, "epoch": 3}).set_epoch(0),
-        HasNotResetProgressError,
-    ),
-    "an epoch before the restored beginning": (
-        lambda s: loaded(of_ranks(), {**STATE, "epoch": 3, "global_consumed": 0}).set_epoch(0),
         HasNotResetProgressError,
     ),
     "an epoch before the restored end": (
@@ -503,10 +465,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
         lambda s: loaded(of_ranks(ranks=2, on_world_size_change="error"), STATE),
         FingerprintMismatchError,
     ),
-    "the single one's epoch": (lambda s: advanced(single(), 1).set_epoch(1), HasNotResetProgressError),
     "the groups' epoch": (lambda s: advanced(grouped(), 1).set_epoch(2), HasNotResetProgressError),
     "the groups' progress": (lambda s: loaded(grouped(), {"progress": 7, "epoch": 3}), AdvancedTooFarError),
-    "no state of groups": (lambda s: loaded(grouped(), None), ValueError),
     "other groups": (
         lambda s: loaded(grouped((0, 0, 0, 0, 1, 1, 2, 3, 4)), advanced(grouped(), 2).state_dict()),
         FingerprintMismatchError,
@@ -516,12 +476,9 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "order": (lambda s: of_ranks(order="random"), ValueError),
     "len_mode": (lambda s: of_ranks(len_mode="half"), ValueError),
     "on_world_size_change": (lambda s: of_ranks(on_world_size_change="shrug"), ValueError),
-    "seed": (lambda s: single(seed=2**64), ValueError),
-    "half a seed": (lambda s: grouped(seed=1.5), ValueError),
     "no seed": (lambda s: of_ranks(seed=None), ValueError),
     "batch_size": (lambda s: grouped(batch_size=0), ValueError),
     "leftover": (lambda s: grouped(leftover="keep"), ValueError),
-    "order of groups": (lambda s: grouped(order="random"), ValueError),
     "groups": (lambda s: InterruptibleDistributedGroupedBatchSampler(range(3), [0, 1], 2, 1, 0), ValueError),
 }
 
