@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from lightning_faulttolerant import InterruptibleDistributedSampler
-from lightning_faulttolerant.samplers.order import MAX_LENGTH, FeistelPermutation, drawn_permutation
+from lightning_faulttolerant.samplers.order import MAX_LENGTH, FeistelPermutation
 
 LENGTHS = sorted({*range(40), *(2**k + d for k in range(6, 13) for d in (-1, 0, 1)), 97, 997, 9973, 10_007})
 
@@ -27,7 +27,7 @@ def numbers(length: int, *, seed: int = 0, epoch: int = 0) -> Tensor:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_order_torch_is_that_of_torchs_sampler(shuffle: bool, drop_last: bool) -> None:
     """In every epoch, every rank gets exactly what torch's DistributedSampler gives it, and as many samples."""
-    for length, ranks in ((1, 1), (1, 12), (2, 3), (3, 12), (7, 4), (10, 3), (10, 2), (2500, 2)):
+    for length, ranks in ((1, 1), (1, 12), (2, 3), (3, 12), (7, 4), (10, 3), (10, 2), (70_000, 2)):
         for rank in range(ranks):
             arguments = {"num_replicas": ranks, "rank": rank, "shuffle": shuffle, "drop_last": drop_last, "seed": 5}
             ours = InterruptibleDistributedSampler(range(length), **arguments)
@@ -39,16 +39,6 @@ def test_order_torch_is_that_of_torchs_sampler(shuffle: bool, drop_last: bool) -
             for name in ("num_samples", "total_size", "num_replicas", "rank", "epoch", "seed", "shuffle"):
                 assert getattr(ours, name) == getattr(theirs, name)
             assert len(ours) == len(theirs)
-
-
-def test_permutation_has_the_numbers_of_torch() -> None:
-    """In half the memory, it has the numbers that torch's samplers draw, and the generator is where they leave it."""
-    for length in (0, 1, 2, 1000, 70_000):
-        own, torchs = (torch.Generator().manual_seed(5) for _ in range(2))
-        found = drawn_permutation(length, own)
-        assert found.dtype == torch.int32
-        assert found.tolist() == torch.randperm(length, generator=torchs).tolist()
-        assert torch.equal(own.get_state(), torchs.get_state())
 
 
 def test_no_global_generator_is_touched() -> None:

@@ -18,8 +18,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant import StreamingDataset
-from tests.streaming.shard_files import numbers, write
-from tests.streaming.shards import files as files_in
+from tests.streaming.shards import files as files_in, numbers, write_numbers
 
 SHARD = "shard.00001.mds"
 PER_SHARD = 28
@@ -29,7 +28,7 @@ PER_SHARD = 28
 def data_of(num_shards: int = 3, **options: Any) -> dict[str, bytes]:
     """Return the files of a data set of the numbers from 0."""
     with tempfile.TemporaryDirectory() as directory:
-        return files_in(Path(write(Path(directory), num_shards * PER_SHARD, **options)))
+        return files_in(Path(write_numbers(Path(directory), num_shards * PER_SHARD, **options)))
 
 
 def opened(local: Path, remote: Path | str | None, **options: Any) -> StreamingDataset:
@@ -47,6 +46,11 @@ def assert_tidy(directory: Path) -> None:
     """Check that a cache holds only shards, their marks, and the index."""
     left = [path for path in directory.rglob("*") if ".tmp-" in path.name or path.name.endswith(".lock")]
     assert left == []
+
+
+def here(directory: Path) -> list[int]:
+    """Return the numbers of the shards in a directory."""
+    return sorted(int(path.name.split(".")[1]) for path in directory.glob("shard.*.mds"))
 
 
 def put(directory: Path, contents: Mapping[str, bytes]) -> None:

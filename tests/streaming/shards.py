@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardInfo, parse_index
 from lightning_faulttolerant.streaming.format.readers import ShardReader, open_shard
+from lightning_faulttolerant.streaming.format.writer import MDSWriter
 
 Samples = Iterable[Mapping[str, Any]]
 
@@ -71,3 +72,30 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (np.ndarray, np.generic)):
         return found.dtype == expected.dtype and np.array_equal(found, expected)
     return bool(found == expected)
+
+
+def write_numbers(
+    directory: Path, num_samples: int, *, first: int = 0, hashes: tuple[str, ...] = ("sha1",), **options: Any
+) -> str:
+    """Write samples ``{"n": number}`` into many small shards, of 28 samples each; return the directory."""
+    samples = [{"n": number} for number in range(first, first + num_samples)]
+    return str(write(MDSWriter, directory, {"n": "int"}, samples, size_limit=512, hashes=list(hashes), **options))
+
+
+def shard_paths(directory: str | Path) -> list[Path]:
+    """Return the files of the shards, in order."""
+    return sorted(Path(directory).glob("shard.*.mds*"))
+
+
+def numbers(samples: Iterable[Any]) -> list[int]:
+    """Return the numbers of samples, or of a loader's batches one after the other."""
+    read: list[int] = []
+    for sample in samples:
+        value = sample["n"]
+        read.extend(value.tolist() if hasattr(value, "tolist") else [value])
+    return read
+
+
+def batches(loader: Iterable[Any]) -> list[list[int]]:
+    """Return the numbers of each batch."""
+    return [batch["n"].tolist() for batch in loader]

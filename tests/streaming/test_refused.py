@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,12 @@ from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import (
+    CacheLimitError,
+    DamagedIndexError,
+    DamagedShardError,
     FingerprintMismatchError,
     IndexFileError,
+    MissingIndexError,
     MissingShardError,
     StreamingError,
     UnsafeDataError,
@@ -21,7 +26,7 @@ from lightning_faulttolerant.errors import (
 from lightning_faulttolerant.streaming import LocalDataset
 from lightning_faulttolerant.streaming.world import World, current_world
 from tests.messages import plain
-from tests.streaming.shard_files import shard_paths, write
+from tests.streaming.shards import shard_paths, write_numbers
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,23 @@ class Place:
         """Return the first data set."""
         return StreamingDataset(self.one, **options)
 
-    def mixed(self, *weights: dict[str, Any]) -> StreamingDataset:
+    def mixed(self, one: Any = None, other: Any = None, **options: Any) -> StreamingDataset:
         """Return both, with weights."""
-        streams = [Stream(local=path, **weight) for path, weight in zip((self.one, self.other), weights, strict=True)]
-        return StreamingDataset(streams=streams, shuffle=True)
+        streams = [Stream(local=self.one, **(one or {})), Stream(local=self.other, **(other or {}))]
+        return StreamingDataset(streams=streams, shuffle=True, **options)
 
-    def pickled(self, kind: Any) -> Any:
+    def after(self, dataset: StreamingDataset, num_samples: int) -> None:
+        """Continue after some samples."""
+        dataset.load_state_dict({**dataset.state_dict(0, True), "sample_in_epoch": num_samples})
+        next(iter(dataset))
+
+    def pickled(self) -> Any:
         """Return a data set whose column would run code."""
         with MDSWriter(out=str(self.new), columns={"n": "pkl"}) as writer:
             writer.write({"n": 5})
-        assert kind(str(self.new), allow_unsafe_types=True)[0] == {"n": 5}
-        return kind(str(self.new))
+        for kind in (LocalDataset, StreamingDataset):
+            assert kind(str(self.new), allow_unsafe_types=True)[0] == {"n": 5}
+        return StreamingDataset(str(self.new))
 
     def moved(self) -> None:
         """Load the place of a reader into another one, and ask the loader."""
@@ -72,30 +83,40 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     """Return data sets of 60 and of 40 samples."""
-    return Place(write(tmp_path / "one", 60), write(tmp_path / "other", 40, first=1000), tmp_path / "new")
+    return Place(
+        write_numbers(tmp_path / "one", 60), write_numbers(tmp_path / "other", 40, first=1000), tmp_path / "new"
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[Place], Any], type[Exception]]] = {
     "no place": (lambda p: StreamingDataset(), ValueError),
     "two places": (lambda p: StreamingDataset(p.one, streams=[Stream(local=p.other)]), ValueError),
     "batch_size": (lambda p: p.data(batch_size=0), ValueError),
-    "batch_size as a boolean": (lambda p: p.data(batch_size=True), ValueError),
     "shuffle_seed": (lambda p: p.data(shuffle_seed=-1), ValueError),
     "epoch_size": (lambda p: p.data(epoch_size="many"), ValueError),
     "batching_method": (lambda p: p.data(batching_method="per_stream"), ValueError),
     "sampling_method": (lambda p: p.data(sampling_method="some"), ValueError),
+    "sampling_granularity": (lambda p: p.data(sampling_granularity=0), ValueError),
+    "shuffle_block_size": (lambda p: next(iter(p.data(shuffle_block_size=0))), ValueError),
+    "a negative epoch_size": (lambda p: p.data(epoch_size=-1), ValueError),
+    "epoch_size with repeats": (lambda p: p.mixed({"repeat": 1}, epoch_size=10), ValueError),
+    "no samples of any stream": (lambda p: p.mixed({"repeat": 0}, {"choose": 0}), ValueError),
+    "a share without a sample": (lambda p: len(p.mixed(batching_method="stratified", batch_size=1)), ValueError),
+    "a stream without a batch": (lambda p: len(p.mixed(batching_method="per_stream", batch_size=45)), ValueError),
+    "inside of a batch": (lambda p: p.after(p.mixed(batching_method="stratified", batch_size=10), 15), ValueError),
     "num_canonical_nodes": (lambda p: p.data(num_canonical_nodes=0), ValueError),
     "validate_hash": (lambda p: p.data(validate_hash="md9"), ValueError),
     "cache_limit": (lambda p: p.data(cache_limit="much"), ValueError),
+    "download_retry": (lambda p: StreamingDataset(str(p.new), p.one, download_retry=-1), ValueError),
+    "a hash that the index lacks": (lambda p: StreamingDataset(str(p.new), p.one, validate_hash="md5"), ValueError),
     "replication": (lambda p: World(num_ranks=3).replicated(2), ValueError),
     "no index": (lambda p: StreamingDataset(str(p.new)), IndexFileError),
-    "no samples": (lambda p: StreamingDataset(write(p.new, 0)), IndexFileError),
+    "no samples": (lambda p: StreamingDataset(write_numbers(p.new, 0)), IndexFileError),
     "a sample after the end": (lambda p: p.data()[60], IndexError),
-    "a sample before the beginning": (lambda p: p.data()[-61], IndexError),
     "half a state": (lambda p: p.data().load_state_dict({"epoch": 1}), ValueError),
     "a newer state": (lambda p: p.data().load_state_dict({**p.data().state_dict(0, True), "version": 2}), ValueError),
     "more data": (
-        lambda p: StreamingDataset(write(p.new, 63)).load_state_dict(p.data().state_dict(0, True)),
+        lambda p: StreamingDataset(write_numbers(p.new, 63)).load_state_dict(p.data().state_dict(0, True)),
         FingerprintMismatchError,
     ),
     "another shuffle": (
@@ -108,29 +129,20 @@ REFUSED: dict[str, tuple[Callable[[Place], Any], type[Exception]]] = {
         ),
         FingerprintMismatchError,
     ),
-    "other proportions": (
-        lambda p: p.mixed({"proportion": 3}, {"proportion": 1}).load_state_dict(
-            p.mixed({"proportion": 1}, {"proportion": 3}).state_dict(0, True)
-        ),
-        FingerprintMismatchError,
-    ),
     "a moved iterator": (Place.moved, StreamingError),
     "another reader's place": (Place.of_two_workers, Exception),
-    "one proportion": (lambda p: p.mixed({"proportion": 1}, {}), ValueError),
+    "one proportion": (lambda p: p.mixed({"proportion": 1}), ValueError),
     "two weights": (lambda p: Stream(local="a", repeat=1, choose=1), ValueError),
     "a negative weight": (lambda p: Stream(local="a", proportion=-1), ValueError),
     "a stream of nothing": (lambda p: Stream(), ValueError),
-    "a pickled column": (lambda p: p.pickled(StreamingDataset), UnsafeDataError),
-    "a pickled column here": (lambda p: p.pickled(LocalDataset), UnsafeDataError),
+    "a pickled column": (Place.pickled, UnsafeDataError),
     "a shard before the first": (lambda p: p.data().prepare_shard(-1), IndexError),
-    "a shard after the last": (lambda p: p.data().evict_shard(1000), IndexError),
     "an only copy": (lambda p: p.data().evict_shard(0), ValueError),
     "the coldest only copy": (lambda p: p.data().evict_coldest_shard(), ValueError),
     "a shard that is missing": (Place.without_a_shard, MissingShardError),
     "a loader of others": (lambda p: StreamingDataLoader(range(3)), TypeError),
     "batches of another size": (lambda p: StreamingDataLoader(p.data(batch_size=4), batch_size=8), ValueError),
     "batches in any order": (lambda p: StreamingDataLoader(p.data(), num_workers=2, in_order=False), ValueError),
-    "no rank": (lambda p: current_world({"WORLD_SIZE": "2"}), StreamingError),
     "a node of unknown size": (
         lambda p: current_world({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}),
         StreamingError,
@@ -149,3 +161,14 @@ def test_what_can_not_be_is_refused(case: str, place: Place, tmp_path: Path, sna
         call(place)
     assert plain(str(caught.value), DIR=tmp_path) == snapshot
     assert len(shard_paths(place.one)) == before - (case == "a shard that is missing")
+
+
+def test_errors_are_also_those_of_the_original() -> None:
+    """Handlers for the original library's errors catch these too, and workers can pass the errors on."""
+    kinds = {FileNotFoundError: (MissingIndexError, MissingShardError)}
+    kinds[ValueError] = (CacheLimitError, DamagedIndexError, DamagedShardError, UnsafeDataError)
+    for original, ours in kinds.items():
+        for kind in ours:
+            error = pickle.loads(pickle.dumps(kind("text")))
+            assert isinstance(error, original)
+            assert (type(error), str(error)) == (kind, "text")

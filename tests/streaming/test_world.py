@@ -12,7 +12,7 @@ from lightning_faulttolerant import StreamingDataset
 from lightning_faulttolerant.streaming import dataset as dataset_module, world as world_module
 from lightning_faulttolerant.streaming.world import World, current_world
 from tests.ranks import on_ranks
-from tests.streaming.shard_files import numbers, write
+from tests.streaming.shards import numbers, write_numbers
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 LIGHTNING = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}
@@ -51,7 +51,7 @@ def _read(directory: str, rank: int) -> list[Any]:
 
 def test_the_ranks_of_a_process_group_share_an_epoch(tmp_path: Path) -> None:
     """Each rank reads its part, all samples are read, the state is the same; with replication, they read the same."""
-    directory = write(tmp_path / "data", 101)
+    directory = write_numbers(tmp_path / "data", 101)
     answers = on_ranks(functools.partial(_read, directory), tmp_path / "ranks")
     (len_0, samples_0, state_0, same_0), (len_1, samples_1, state_1, same_1) = answers
     assert len_0 == len_1 == len(samples_0) == len(samples_1) == 51
@@ -62,7 +62,7 @@ def test_the_ranks_of_a_process_group_share_an_epoch(tmp_path: Path) -> None:
 
 def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set created before the launcher has set anything still reads its part."""
-    dataset = StreamingDataset(write(tmp_path / "data", 40))
+    dataset = StreamingDataset(write_numbers(tmp_path / "data", 40))
     for name, value in LIGHTNING.items():
         monkeypatch.setenv(name, value)
     assert len(dataset) == 20
@@ -72,7 +72,7 @@ def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypa
 @pytest.mark.slow
 def test_workers_that_are_started_again_are_told_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A spawned worker does not see the process group, so the main process passes its rank on."""
-    dataset = StreamingDataset(write(tmp_path / "data", 40), batch_size=4)
+    dataset = StreamingDataset(write_numbers(tmp_path / "data", 40), batch_size=4)
     world = World(rank=1, num_ranks=2, ranks_per_node=2)
     monkeypatch.setattr(dataset_module, "current_world", lambda: world)
     monkeypatch.setattr(world_module, "current_world", lambda: world)

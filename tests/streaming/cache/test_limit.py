@@ -1,23 +1,23 @@
-"""The cache stays below its limit: it evicts the least recently used shards, never an only copy or one in use."""
+"""Shards arrive before they are needed, and the least recently used go, never an only copy or one in use."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant import Stream, StreamingDataset
-from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, ShardCache
+from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, MARKS_DIRECTORY
-from lightning_faulttolerant.streaming.format.index import parse_index
 from tests.streaming.children import child, run_all, wait_for
-from tests.streaming.remotes import assert_tidy, data_of, flaky, opened, put
+from tests.streaming.remotes import PER_SHARD, SHARD, assert_tidy, data_of, flaky, here, opened, put, web
+from tests.streaming.shards import numbers
 
 DATA = data_of(10)
 
@@ -25,11 +25,6 @@ DATA = data_of(10)
 def limit(num_shards: float, data: dict[str, bytes] = DATA) -> int:
     """Return the limit of a cache that has room for the index and so many shards."""
     return len(data["index.json"]) + int(num_shards * len(data["shard.00000.mds"]))
-
-
-def here(directory: Path) -> list[int]:
-    """Return the numbers of the shards in a directory."""
-    return sorted(int(path.name.split(".")[1]) for path in directory.glob("shard.*.mds"))
 
 
 def fetch(dataset: StreamingDataset, *shards: int) -> None:
@@ -124,54 +119,75 @@ def test_a_limit_that_is_too_low_is_refused_at_construction(tmp_path: Path) -> N
     opened(tmp_path / "local", None, cache_limit=1)  # nothing is fetched, so nothing counts
 
 
-SIZE = len(DATA["shard.00000.mds"])
-
-
-def cache_of(local: Path, remote: str, num_shards: int) -> ShardCache:
-    """Return a cache with room for so many shards."""
-    shards, room = parse_index(DATA["index.json"], source="s"), CacheLimit(num_shards * SIZE)
-    return ShardCache(local=str(local), remote=remote, shards=shards, limit=room)
-
-
-def needs(num_shards: int) -> Iterator[Need]:
-    """Yield shards 0, 1, 2, ... of one stream, one every 10 samples."""
-    return (Need(number * 10, 0, number) for number in range(num_shards))
-
-
-@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1)])
-def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
-    tmp_path: Path, num_readers: int, num_ahead: int
-) -> None:
-    """Half the limit, divided among the readers, is fetched ahead; the rest follows as the reader advances, once."""
+def test_shards_that_are_fetched_ahead_keep_within_half_of_the_limit(tmp_path: Path) -> None:
+    """The rest follows as the reader advances, and each shard is fetched once."""
     with flaky(DATA) as (remote, faults):
-        cache = cache_of(tmp_path, remote, 6)
-        with Prefetcher([cache], needs(8), predownload=1000, num_readers=num_readers) as ahead:
-            wait_for(lambda: len(here(tmp_path)) == num_ahead)
-            time.sleep(0.1)
-            assert here(tmp_path) == list(range(num_ahead))
-            for number in range(8):
-                ahead.advance(10 * number)
-                wait_for(lambda number=number: number in here(tmp_path))  # otherwise this thread may be the first
-                ahead.wait(0, number)
-        assert sorted(faults.shards) == [f"shard.0000{number}.mds" for number in range(8)]
+        samples = iter(opened(tmp_path, remote, cache_limit=limit(6), predownload=1000, batch_size=1))
+        read = numbers(itertools.islice(samples, 2))
+        wait_for(lambda: len(here(tmp_path)) > 2)
+        time.sleep(0.1)
+        assert (len(here(tmp_path)) - 1) * len(DATA["shard.00000.mds"]) < limit(6) / 2
+        assert read + numbers(samples) == list(range(10 * PER_SHARD))
+        assert sorted(faults.shards) == sorted(set(DATA) - {"index.json"})
 
 
-def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
-    """A shard outside the plan finds room beside those fetched ahead; a reader that fills all gets an error."""
-    with flaky(DATA) as (remote, _):
-        cache = cache_of(tmp_path, remote, 2)
-        with Prefetcher([cache], needs(1), predownload=1000) as ahead:
-            wait_for(lambda: here(tmp_path) == [0])
-            cache.fetch(5)
-            cache.hold(5)
-            ahead.wait(0, 7)
-            assert here(tmp_path) == [5, 7]
-            cache.hold(7)
-            with pytest.raises(CacheLimitError, match=f"reading {2 * SIZE}"):
-                ahead.wait(0, 8)
-        cache.release(7)
-        last_use = cache.contents().last_uses[7]
-        time.sleep(0.002)
-        cache.fetch(7)
-        assert cache.evict(7, last_use) == 0  # it was used between the look and the eviction
-        assert cache.evict(7, cache.contents().last_uses[7]) == SIZE
+def test_workers_read_whole_epochs_under_a_limit(tmp_path: Path) -> None:
+    """With a limit below the size of the data, shuffled epochs are complete, and the cache stays below the limit."""
+    put(tmp_path / "remote", DATA)
+    options = {"shuffle": True, "shuffle_block_size": 30, "batch_size": 8, "cache_limit": limit(5)}
+    dataset = opened(tmp_path / "cache", tmp_path / "remote", **options)
+    loader = StreamingDataLoader(dataset, batch_size=8, num_workers=2)
+    for _ in range(2):
+        assert sorted(numbers(loader)) == list(range(dataset.size))
+        assert len(here(tmp_path / "cache")) <= 5
+
+
+# What is fetched ahead
+
+
+def threads() -> list[threading.Thread]:
+    """Return the threads of all prefetchers."""
+    return [thread for thread in threading.enumerate() if thread.name == "shard-prefetch"]
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(14, {1: 1, 15: 3, 43: 4}), (56, {1: 2, 57: 6})])
+def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, batch_size: int, expected: dict[int, int]) -> None:
+    """First those of the first batch, and no others; as the reader advances, those of the next samples."""
+    with flaky(DATA) as (remote, faults):
+        samples, read = iter(opened(tmp_path, remote, predownload=2 * PER_SHARD, batch_size=batch_size)), []
+        for num_read, num_shards in expected.items():
+            read += [next(samples)["n"] for _ in range(num_read - len(read))]
+            wait_for(lambda num=num_shards: here(tmp_path) == list(range(num)))
+            time.sleep(0.05)
+            assert here(tmp_path) == list(range(num_shards))
+        assert read + numbers(samples) == list(range(10 * PER_SHARD))
+        assert sorted(faults.shards) == sorted(set(DATA) - {"index.json"})
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_attempts", "kind"), [("missing", 1, MissingShardError), ("flip", 3, DamagedShardError)]
+)
+def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, num_attempts: int, kind: type[Exception]) -> None:
+    """An error in the background is raised where its shard is needed, after all earlier shards, and comes once."""
+    with flaky(DATA, {SHARD: [fault] * 9}) as (remote, faults):
+        options = {"validate_hash": "sha1", "batch_size": 1, "predownload": 999}
+        samples = iter(opened(tmp_path, remote, **options))
+        read = [next(samples)["n"], next(samples)["n"]]
+        wait_for(lambda: faults.shards.count(SHARD) == num_attempts and len(here(tmp_path)) == 9)
+        with pytest.raises(kind, match=r"Shard 1 "):
+            read.extend(sample["n"] for sample in samples)
+        assert read == list(range(len(read)))
+        assert faults.shards.count(SHARD) == num_attempts
+
+
+def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
+    """Neither a download that hangs nor the pause before the next attempt delays the closing."""
+    with web(DATA, {f"shard.0000{number}.mds": ["hang"] * 9 for number in range(1, 5)}) as (remote, faults):
+        samples = iter(opened(tmp_path, remote, batch_size=1, predownload=999))
+        assert numbers([next(samples), next(samples)]) == [0, 1]
+        wait_for(lambda: len(set(faults.shards)) == 5)
+        assert threads()
+        del samples
+        assert threads() == []
+        assert_tidy(tmp_path)
