@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from syrupy.assertion import SnapshotAssertion
@@ -10,24 +12,15 @@ from lightning_faulttolerant import TimestampedTimer
 from tests.messages import plain
 
 
-class Clock:
-    """A clock that advances on request."""
-
-    seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return a clock in place of the monotonic one."""
-    clock = Clock()
-    monkeypatch.setattr("time.monotonic", clock)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a clock in place of the monotonic one, which advances on request."""
+    clock = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.seconds)
     return clock
 
 
-def test_reports_say_the_step_and_the_total(clock: Clock, snapshot: SnapshotAssertion) -> None:
+def test_reports_say_the_step_and_the_total(clock: SimpleNamespace, snapshot: SnapshotAssertion) -> None:
     """The documented example gives the documented numbers."""
     lines: list[str] = []
     timer = TimestampedTimer(sink=lines.append)
@@ -51,7 +44,7 @@ def test_it_prints_on_rank_0_only(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert [name in printed for name in names] == [True, True, False, True]
 
 
-def test_the_total_continues_in_another_process(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_continues_in_another_process(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """It includes the running step, and neither the time in between nor a change of the time of day."""
     timer = TimestampedTimer(running=60, rank=1)
     monkeypatch.setattr("time.time", lambda: -1e9)

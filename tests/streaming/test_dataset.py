@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, StreamingError
+from lightning_faulttolerant.streaming import LocalDataset
 from tests.streaming.shards import batches, numbers, write_numbers
 
 DOCUMENTED = (
@@ -37,15 +39,17 @@ def test_the_arguments_are_the_documented_ones() -> None:
     assert tuple(parameter.default for parameter in parameters[1:]) == DEFAULTS
 
 
-def test_samples_are_had_by_number(directory: str) -> None:
-    """A number, one from the end, a slice, a list, and arrays give the samples of these numbers."""
-    dataset = StreamingDataset(directory)
+@pytest.mark.parametrize("kind", [StreamingDataset, LocalDataset])
+def test_samples_are_had_by_number(directory: str, kind: Any) -> None:
+    """A number, one from the end, a slice, a list, and arrays give samples, also of a pickled data set."""
+    dataset = kind(Path(directory).parent, split="train")
     assert dataset[np.int64(3)] == dataset[torch.tensor(3)] == {"n": 3}
     assert dataset[-1] == {"n": 100}
-    assert numbers(dataset[95:200:2]) == [95, 97, 99]
+    assert numbers(pickle.loads(pickle.dumps(dataset))[95:200:2]) == [95, 97, 99]
     assert numbers(dataset[[5, -2, 5]]) == [5, 99, 5]
     assert numbers(dataset[np.array([1, 50])]) == numbers(dataset[torch.tensor([1, 50])]) == [1, 50]
-    assert dataset.size == dataset.num_samples == len(dataset) == 101
+    assert dataset.size == len(dataset) == 101
+    assert sorted(numbers(DataLoader(dataset, batch_size=3, shuffle=kind is LocalDataset))) == list(range(101))
 
 
 def test_an_epoch_is_every_sample_once(directory: str) -> None:

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[Place], Any], type[Exception]]] = {
     "batching_method": (lambda p: p.data(batching_method="per_stream"), ValueError),
     "sampling_method": (lambda p: p.data(sampling_method="some"), ValueError),
     "sampling_granularity": (lambda p: p.data(sampling_granularity=0), ValueError),
-    "shuffle_block_size": (lambda p: next(iter(p.data(shuffle_block_size=0))), ValueError),
+    "shuffle_block_size": (lambda p: p.data(shuffle_block_size=0), ValueError),
     "a negative epoch_size": (lambda p: p.data(epoch_size=-1), ValueError),
     "epoch_size with repeats": (lambda p: p.mixed({"repeat": 1}, epoch_size=10), ValueError),
     "no samples of any stream": (lambda p: p.mixed({"repeat": 0}, {"choose": 0}), ValueError),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import pickle
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataset
-from lightning_faulttolerant.errors import MissingIndexError
-from lightning_faulttolerant.streaming import LocalDataset
 from tests.streaming.children import child, wait_for
 from tests.streaming.remotes import SHARD, data_of, flaky
 from tests.streaming.shards import numbers, shard_paths, write_numbers
@@ -96,14 +92,3 @@ def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
     assert {name: getattr(dataset, name) for name in expected} == expected
     plain = StreamingDataset(remote)
     assert (plain.num_canonical_nodes, plain.epoch_size, plain.allow_unsafe_types) == (1, NUM_SAMPLES, False)
-
-
-def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
-    """Torch's samplers choose the samples of a local data set, which can be pickled, and has a split."""
-    write_numbers(tmp_path / "train", 20)
-    dataset = LocalDataset(tmp_path, split="train")
-    assert (len(dataset), dataset.size, dataset[-1]) == (20, 20, {"n": 19})
-    assert sorted(numbers(DataLoader(dataset, batch_size=3, shuffle=True))) == list(range(20))
-    assert numbers(pickle.loads(pickle.dumps(dataset))[3:5]) == [3, 4]
-    with pytest.raises(MissingIndexError):
-        LocalDataset(tmp_path)

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataset
-from lightning_faulttolerant.streaming import dataset as dataset_module, world as world_module
 from lightning_faulttolerant.streaming.world import World, current_world
 from tests.ranks import on_ranks
 from tests.streaming.shards import numbers, write_numbers
@@ -67,14 +65,3 @@ def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypa
         monkeypatch.setenv(name, value)
     assert len(dataset) == 20
     assert numbers(dataset) == list(range(1, 40, 2))
-
-
-@pytest.mark.slow
-def test_workers_that_are_started_again_are_told_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spawned worker does not see the process group, so the main process passes its rank on."""
-    dataset = StreamingDataset(write_numbers(tmp_path / "data", 40), batch_size=4)
-    world = World(rank=1, num_ranks=2, ranks_per_node=2)
-    monkeypatch.setattr(dataset_module, "current_world", lambda: world)
-    monkeypatch.setattr(world_module, "current_world", lambda: world)
-    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="spawn")
-    assert numbers(loader) == list(range(1, 40, 2))
