@@ -126,8 +126,6 @@ class FlakyFileSystem(MemoryFileSystem):
         if fault in errors:
             raise errors[fault]
         content = damaged(content, fault)
-        if fault == "late":
-            self.faults.hang()
         with open(lpath, "wb") as file:
             if fault == "hang":
                 self.faults.hang()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.loader import collate
+from tests.streaming.children import child
 from tests.streaming.shards import same
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -137,29 +138,20 @@ def test_batches_of_a_loader_are_those_of_torch(directory: Path, options: dict[s
     assert len(places) < len(expected) / 2 or loader.num_workers == 0
 
 
-KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
-    "tensor": lambda tensor: tensor,
-    "storage": lambda tensor: tensor.untyped_storage(),
-    "array": lambda tensor: tensor.numpy(),
-}
-
-
 def test_every_reference_keeps_the_memory(directory: Path) -> None:
-    """Whatever refers to a batch sees its values, however many batches follow."""
-    for kind, keep in KEPT.items():
-        kept: list[Any] = []
-        for batch in loader_of(directory):
-            if len(kept) < 3:
-                kept.append(keep(batch["large"]))
-            del batch
+    """Whatever refers to a batch, its storage or an array too, sees its values, however many batches follow."""
+    for keep in (torch.Tensor.detach, torch.Tensor.untyped_storage, torch.Tensor.numpy):
+        batches = iter(loader_of(directory))
+        kept = [keep(batch["large"]) for batch in itertools.islice(batches, 3)]
+        for _ in batches:
+            pass
         expected = [keep(batch["large"]) for batch in expected_of(directory)[:3]]
-        assert [bytes(np.asarray(found)) for found in kept] == [bytes(np.asarray(other)) for other in expected], kind
+        assert [bytes(np.asarray(found)) for found in kept] == [bytes(np.asarray(other)) for other in expected]
 
 
 def test_a_child_reads_its_batch_during_training(directory: Path) -> None:
     """A process that draws a batch while training continues sees that batch, not a later one."""
-    fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
+    ready = multiprocessing.get_context("fork").Event()
     batches = iter(loader_of(directory))
     kept = [next(batches)]
     expected = kept[0]["large"].clone()
@@ -168,11 +160,9 @@ def test_a_child_reads_its_batch_during_training(directory: Path) -> None:
         ready.wait()
         assert torch.equal(kept[0]["large"], expected)
 
-    process = fork.Process(target=look)
-    process.start()
-    kept.clear()
-    for _ in batches:
-        pass
-    ready.set()
-    process.join()
-    assert process.exitcode == 0
+    with child(look) as process:
+        kept.clear()
+        for _ in batches:
+            pass
+        ready.set()
+        assert process.wait() == 0
