@@ -31,7 +31,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, Literal, final
 
-import fsspec
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import Self
@@ -111,6 +110,7 @@ class _Block:
     """
 
     _inside = threading.local()
+    _replaced: ClassVar[list[tuple[Any, str, object]]] = []
 
     def __init__(
         self,
@@ -131,12 +131,23 @@ class _Block:
         self._lock = threading.RLock()  # a signal handler may take a step too
 
     def __enter__(self) -> Self:
+        assert not self._replaced, "a block is already open, and two at once would see each other"
+        for owner, name, ours in self._replacements():
+            self._replaced.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, ours)
         self._is_open = True
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            delattr(owner, name) if original is None else setattr(owner, name, original)
         self._is_open = False
         return None
+
+    def _replacements(self) -> Iterator[tuple[Any, str, object]]:
+        """Yield the functions that take steps: their owner, their name, and what is to be there instead."""
+        raise NotImplementedError
 
     def take(self, kind: str, path: Path, perform: CarryOut, *, num_bytes: int = 0) -> Any:
         """Count a step, and do it, or apply the fault to it; steps within a step are not counted."""
@@ -191,46 +202,19 @@ class FaultyFiles(_Block):
 
     Args:
         directory: The steps below it count; it must exist, but the files below may come later.
-        fault: As in the others.
-        options: As in the others.
-
-    Example:
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> with FaultyFiles(directory) as files:
-        ...     _ = (directory / "notes.txt").write_text("all is well")
-        >>> [step.kind for step in files.steps]
-        ['open', 'write', 'close']
-        >>> with FaultyFiles(directory, fail_with(errno.ENOSPC), kind="write"):
-        ...     _ = (directory / "notes.txt").write_text("all is well")
-        Traceback (most recent call last):
-            ...
-        OSError: [Errno 28] No space left on device: ...
+        fault: Applied in the chosen steps; None only counts.
+        options: As of the other blocks.
     """
-
-    _replaced: ClassVar[list[tuple[object, str, object]]] = []
 
     def __init__(self, directory: str | os.PathLike[str], fault: Fault | None = None, **options: Any) -> None:
         super().__init__(fault, **options)
         self._root = Path(os.path.realpath(directory))
 
-    def __enter__(self) -> Self:
-        assert not self._replaced, "a block is already open, and two at once would see each other"
-        for owner, name, ours in self._replacements():
-            self._replaced.append((owner, name, vars(owner)[name]))
-            setattr(owner, name, ours)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        while self._replaced:
-            owner, name, original = self._replaced.pop()
-            setattr(owner, name, original)
-        return super().__exit__()
-
     def _place(self, file: object, folder: int | None = None) -> Path | None:
         path = locate(file, folder)
         return path if path is not None and (path == self._root or self._root in path.parents) else None
 
-    def _replacements(self) -> Iterator[tuple[object, str, object]]:
+    def _replacements(self) -> Iterator[tuple[Any, str, object]]:
         by_name = {name: self._replacement(kind, getattr(os, name)) for name, kind in _KIND_OF.items()}
         yield from ((os, name, ours) for name, ours in by_name.items())
         opens = self._open(builtins.open)
@@ -381,13 +365,6 @@ class PowerLoss(FaultyFiles):
 
     Attributes:
         has_lost: Whether the power was lost at a step, not at the end of the block.
-
-    Example:
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> with PowerLoss(directory, keeps="names"):
-        ...     _ = (directory / "notes.txt").write_text("never synced")
-        >>> (directory / "notes.txt").read_text()
-        ''
     """
 
     def __init__(
@@ -522,94 +499,43 @@ class FullDisk(Callback):
 
 # In a store.
 
-_PROTOCOL = "faulty"
-_blocks: list[FaultyURLs] = []
+_KIND_IN_STORE: dict[type, dict[str, str]] = {
+    MemoryFileSystem: {"_open": "open", "ls": "list", "mv": "rename", "rm_file": "unlink", "pipe_file": "write"},
+    MemoryFile: {"write": "write", "close": "close"},
+}
 
 
 @final
 class FaultyURLs(_Block):
-    """A block of the steps below ``faulty://``, a file system in memory that is as bad as a remote one can be.
+    """A block of the steps below ``memory://``, which then is as bad as a remote file system can be.
 
-    A file is visible while it is written, and a move is more than one step. Written data exists until the process
-    ends, also outside of a block. A "close" is the end of an upload. There is no fsync step, and as in an object store,
-    no "mkdir" or "rmdir".
-
-    Example:
-        >>> with FaultyURLs() as files:
-        ...     with fsspec.open("faulty://example/notes.txt", "wb") as file:
-        ...         _ = file.write(b"all is well")
-        >>> [step.kind for step in files.steps]
-        ['open', 'write', 'close']
+    A file is visible while it is written, and a move is more than one step. A "close" is the end of an upload. There is
+    no fsync step, and as in an object store, no "mkdir" or "rmdir".
     """
 
-    def __enter__(self) -> Self:
-        _blocks.append(self)
-        return super().__enter__()
+    def _replacements(self) -> Iterator[tuple[Any, str, object]]:
+        for owner, kinds in _KIND_IN_STORE.items():
+            for name, kind in kinds.items():
+                yield owner, name, self._replacement(kind, getattr(owner, name))
 
-    def __exit__(self, *error: Any) -> bool | None:
-        _blocks.remove(self)
-        return super().__exit__()
+    def _replacement(self, kind: str, real: CarryOut) -> CarryOut:
+        def call(of: Any, *args: Any, **options: Any) -> Any:
+            path = Path(of.path if isinstance(of, MemoryFile) else args[kind == "rename"].removeprefix("memory:/"))
+            perform = functools.partial(real, of, *args, **options)
+            if kind == "open":
+                if "r" in options["mode"]:
+                    return perform()
+                file = self.take(kind, path, perform)
+                file.is_sent = False
+                return file
+            if kind == "close":
+                is_sent, of.is_sent = getattr(of, "is_sent", True), True
+                return perform() if is_sent else self.take(kind, path, perform)
+            if kind != "write":
+                return self.take(kind, path, perform)
+            *place, data = args
+            return self.take(
+                kind, path, lambda size=None: real(of, *place, data[:size], **options), num_bytes=len(data)
+            )
 
-
-def _take(kind: str, path: str, perform: CarryOut, *, num_bytes: int = 0) -> Any:
-    place = Path(path.removeprefix(f"{_PROTOCOL}:/"))
-    return _blocks[-1].take(kind, place, perform, num_bytes=num_bytes) if _blocks else perform()
-
-
-@final
-class _File(MemoryFile):  # type: ignore[misc]  # fsspec has no annotations
-    """A file that is visible from its first byte."""
-
-    def write(self, data: Any) -> int:
-        view, write = memoryview(data).cast("B"), super().write
-        num_written: int = _take("write", self.path, lambda size=None: write(view[:size]), num_bytes=len(view))
-        return num_written
-
-    def close(self) -> None:
-        if self.fs is not None and not getattr(self, "is_sent", False):
-            self.is_sent = True
-            _take("close", self.path, lambda: None)
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-@final
-class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no annotations
-    """The file system of ``faulty://``."""
-
-    store: ClassVar[dict[str, object]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    protocol = _PROTOCOL
-
-    @classmethod
-    def _strip_protocol(cls, path: object) -> object:
-        return super()._strip_protocol(path.removeprefix(f"{_PROTOCOL}://") if isinstance(path, str) else path)
-
-    def _open(self, path: str, mode: str = "rb", **options: object) -> object:
-        perform = functools.partial(super()._open, path, mode, **options)
-        if "w" not in mode and "x" not in mode:
-            return perform()
-
-        def begin() -> Any:
-            perform()  # for its checks
-            self.store[path] = file = _File(self, path, options.get("data"))
-            return file
-
-        return _take("open", path, begin)
-
-    def ls(self, path: str, *args: object, **options: object) -> Any:
-        return _take("list", path, functools.partial(super().ls, path, *args, **options))
-
-    def mv(self, path1: str, path2: str, **options: object) -> None:
-        _take("rename", path2, functools.partial(super().mv, path1, path2, **options))
-
-    def rm_file(self, path: str) -> None:
-        _take("unlink", path, functools.partial(super().rm_file, path))
-
-    def pipe_file(self, path: str, value: bytes, **options: object) -> None:
-        perform = functools.partial(super().pipe_file, path, value, **options)
-        _take("write", path, perform, num_bytes=len(value))
-
-
-fsspec.register_implementation(_PROTOCOL, _FaultyFileSystem, clobber=True)
+        return call

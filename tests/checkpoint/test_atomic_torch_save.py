@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
-import random
 import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from syrupy.assertion import SnapshotAssertion
@@ -22,7 +19,7 @@ import lightning_faulttolerant
 from lightning_faulttolerant import atomic_torch_save
 from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.verify import verify_file
-from tests.faulty_files import FaultyFiles, PowerLoss, fail_with, write_short
+from tests.faulty_files import FaultyFiles, fail_with, write_short
 from tests.messages import plain
 
 CONTENT = {"step": 3, "weights": torch.arange(20_000)}
@@ -43,11 +40,8 @@ def names(directory: Path) -> list[str]:
 class Raises:
     """Raises an error when it is pickled."""
 
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
     def __reduce__(self) -> Any:
-        raise self.error
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("as_argument", [str, os.fsencode, Path, lambda path: f"file://{path}", lambda path: path.name])
@@ -82,12 +76,7 @@ def test_symlink_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 
 def test_file_is_on_the_disk_before_its_name(tmp_path: Path) -> None:
-    """A power loss after a write leaves the new bytes; without fsync nothing is synced, as each fsync costs time."""
-    atomic_write_bytes(b"a long old content", tmp_path / "a.json")
-    for keeps in ("synced", "names", "removals"):
-        with PowerLoss(tmp_path, keeps=keeps):
-            atomic_write_bytes(keeps.encode(), tmp_path / "a.json")
-        assert (tmp_path / "a.json").read_bytes() == keeps.encode()
+    """The store law has the power losses; without fsync nothing is synced, as each fsync costs time."""
     for save in (atomic_torch_save, lambda _, *place, **more: atomic_write_bytes(b"x", *place, **more)):
         kinds = []
         for fsync in (True, False):
@@ -99,11 +88,10 @@ def test_file_is_on_the_disk_before_its_name(tmp_path: Path) -> None:
         atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("buffering", [-1, 0])
-def test_open_file_is_written_flushed_and_synced(tmp_path: Path, buffering: int) -> None:
+def test_open_file_is_written_flushed_and_synced(tmp_path: Path) -> None:
     """The bytes are on the disk when it returns, though the file is open; a bad disk is not taken for a pipe."""
     for fsync, expected in ((True, {"write", "fsync"}), (False, {"write"})):
-        with FaultyFiles(tmp_path) as files, open(tmp_path / "a.ckpt", "wb", buffering=buffering) as file:
+        with FaultyFiles(tmp_path) as files, open(tmp_path / "a.ckpt", "wb") as file:
             num_before = len(files.steps)
             atomic_torch_save(CONTENT, file, fsync=fsync)
             assert {step.kind for step in files.steps[num_before:]} == expected
@@ -136,20 +124,17 @@ def test_what_is_no_file_is_written_as_by_torch(tmp_path: Path, monkeypatch: pyt
         assert_holds(data)
     assert names(tmp_path) == []  # the original of cycling_utils created a file named like the object
     reader, writer = os.pipe()
-    with open(reader, "rb") as source, open(writer, "wb") as file:
-        atomic_torch_save({"step": 3}, file)
-        file.close()
+    with open(reader, "rb") as source:
+        with open(writer, "wb") as file:
+            atomic_torch_save({"step": 3}, file)
         assert torch.load(io.BytesIO(source.read()), weights_only=True) == {"step": 3}
 
 
 def test_raw_file_that_takes_less_than_it_is_given_gets_the_rest(tmp_path: Path) -> None:
     """Torch ignores the result of write: bytes that a system call left over are written, not lost."""
-    with FaultyFiles(tmp_path, write_short, kind="write"):
-        with open(tmp_path / "a.ckpt", "wb", buffering=0) as file:
-            atomic_torch_save(CONTENT, file)
-        atomic_write_bytes(b"x" * 100_000, tmp_path / "c")
+    with FaultyFiles(tmp_path, write_short, kind="write"), open(tmp_path / "a.ckpt", "wb", buffering=0) as file:
+        atomic_torch_save(CONTENT, file)
     verify_file(tmp_path / "a.ckpt")
-    assert (tmp_path / "c").read_bytes() == b"x" * 100_000
 
 
 @pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs")
@@ -205,12 +190,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[BaseException], bool]] =
     "open for reading": (_to_read_only, io.UnsupportedOperation, False),
     "a full raw file": (_to(Refuses(0)), OSError, True),
     "a raw file that waits": (_to(Refuses(None)), OSError, True),
-    "an unknown keyword": (_to("a.ckpt", no_such_keyword=1), TypeError, False),
     "the old format": (_to("a.ckpt", _use_new_zipfile_serialization=False), ValueError, True),
-    **{
-        error.__name__: (lambda d, error=error: atomic_torch_save({"x": Raises(error)}, d / "a.ckpt"), error, False)
-        for error in (pickle.PicklingError, KeyboardInterrupt)
-    },
+    "Ctrl-C": (lambda directory: atomic_torch_save(Raises(), directory / "a.ckpt"), KeyboardInterrupt, False),
 }
 
 
@@ -248,31 +229,3 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path: Path) -> None:
         atomic_torch_save({"step": 4, "weights": torch.zeros(1)}, tmp_path / "a.ckpt")
     assert_holds(tmp_path / "a.ckpt")
     assert names(tmp_path) == ["a.ckpt"]
-
-
-def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path: Path) -> None:
-    """The temporary file is beside the target, and created exclusively: a file of that name is another process's."""
-
-    def be_faster(step: Any, carry_out: Callable[[], object]) -> object:
-        step.path.write_bytes(b"somebody's")
-        return carry_out()
-
-    with FaultyFiles(tmp_path, be_faster, kind="open"), pytest.raises(FileExistsError):
-        atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
-    [taken] = tmp_path.iterdir()
-    assert taken.read_bytes() == b"somebody's"
-    assert taken.name.startswith(".a.ckpt.tmp-")
-
-
-def test_streaming_needs_no_second_copy_and_no_random_number(tmp_path: Path) -> None:
-    """The object goes to the file as it is written, and saving does not change the training that saves."""
-
-    def states() -> list[object]:
-        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
-
-    before = states()
-    with FaultyFiles(tmp_path) as files:
-        atomic_torch_save({"a": torch.zeros(500_000), "b": torch.zeros(500_000)}, tmp_path / "a.ckpt")
-    sizes = [step.num_bytes for step in files.steps if step.kind == "write"]
-    assert max(sizes) < 3_000_000 < 4_000_000 < sum(sizes)
-    assert states() == before

@@ -64,11 +64,13 @@ def original_save(output, number, *, name="AtomicDirectory", linked=True):
     return path
 
 
-@pytest.mark.parametrize("is_relative", [False, True])
-def test_documented_recipe_works(tmp_path, monkeypatch, is_relative):
-    """The documented recipe must find each checkpoint, with an absolute or a relative output directory."""
+def test_documented_recipe_works(tmp_path, monkeypatch):
+    """The documented recipe must find each checkpoint, also with a relative output directory; names are cycling_utils'.
+
+    A reader changes nothing.
+    """
     monkeypatch.chdir(tmp_path)
-    output_directory = "out/put" if is_relative else str(tmp_path / "out/put")
+    output_directory = "out/put"
     for epoch in range(3):
         saver = AtomicDirectory(output_directory)
         assert os.path.isdir(output_directory)
@@ -81,25 +83,19 @@ def test_documented_recipe_works(tmp_path, monkeypatch, is_relative):
     assert saver.is_master
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    save(saver, 3)
-    assert recipe(str(tmp_path / "out/put"), saver) == "3"
+    save(saver, 3, force_save=True)
+    original_save(tmp_path / "out/put", 0, name="Original")
+    with FaultyFiles(tmp_path) as files:
+        assert recipe(str(tmp_path / "out/put"), AtomicDirectory(tmp_path / "out/put")) == "3"
+        assert content_of(AtomicDirectory(tmp_path / "out/put", name="Original").latest()) == "original 0"
+    assert {step.kind for step in files.steps} <= {"list"}
+    (tmp_path / "out/put/AtomicDirectory_rank_0_checkpoint_7").mkdir()
+    assert [saver.is_checkpoint_directory(path) for path in saver.history()] == ["0", "1", "2", "3_force"]
+    for name in ("AtomicDirectory_rank_0_checkpoint_7", "AtomicDirectory_checkpoint_9", saver.symlink_name):
+        assert saver.is_checkpoint_directory(tmp_path / "out/put" / name) is None
     shutil.rmtree(tmp_path / "out")
     assert saver.history() == []
     assert content_of(save(saver, 4)) == "4"
-
-
-def test_names_are_those_of_the_original(tmp_path):
-    """Names of directories and of the link must be the same as in cycling_utils."""
-    saver = AtomicDirectory(tmp_path, name="model")
-    assert (saver.name, saver.symlink_name) == ("model", "model.latest_checkpoint")
-    first, forced = save(saver, 0), save(saver, 1, force_save=True)
-    assert names_in(tmp_path) == ["model_checkpoint_0", "model_checkpoint_1_force"]
-    (tmp_path / "model_rank_0_checkpoint_7").mkdir()
-    others = [tmp_path / name for name in ("model_rank_0_checkpoint_7", "model_checkpoint_9", saver.symlink_name)]
-    asked = [saver.is_checkpoint_directory(path) for path in (first, forced, *others)]
-    assert asked == ["0", "1_force", None, None, None]
-    assert saver.history() == [first, forced]
-    assert (tmp_path / "model.latest_checkpoint.txt").read_text() == "model_checkpoint_1_force\n"
 
 
 def test_directory_is_verified_and_tells_its_metadata(tmp_path, monkeypatch):
@@ -153,15 +149,12 @@ def _lose_the_links(out, newest):
 # What happens to three checkpoints, the content of the one that is used then, a word of the warning, and the names.
 RECOVERIES = {
     "changed": (lambda out, newest: (newest / "content.txt").write_text("3"), "1", "is damaged", "2.damaged"),
-    "file lost": (lambda out, newest: (newest / "content.txt").unlink(), "1", "is damaged", "2.damaged"),
-    "manifest changed": (lambda out, newest: (newest / MANIFEST_NAME).write_text("{}"), "1", "damaged", "2.damaged"),
     "manifest lost": (
         lambda out, newest: (newest / MANIFEST_NAME).unlink(),
         "1",
         "checkpoint_2 has no manifest, so it can't be verified. Used: ",
         "2.uncommitted",
     ),
-    "link lost": (lambda out, newest: (out / LINK).unlink(), "2", "", "2"),
     "link and text lost": (_lose_the_links, "2", "", "2"),
     "all deleted": (_delete_all, None, "no checkpoint exists", None),
 }
@@ -194,7 +187,7 @@ def test_contents_are_not_read_where_that_is_switched_off(tmp_path):
     assert content_of(AtomicDirectory(tmp_path, verify=False).latest()) == "0"
 
 
-def test_link_that_leads_nowhere_or_elsewhere_is_mended(tmp_path):
+def test_link_that_leads_nowhere_or_elsewhere_is_mended(tmp_path, monkeypatch):
     """Checkpoints that were moved or copied must be found in the new place, not in the old one."""
     save(AtomicDirectory(tmp_path / "old"), "old")
     shutil.copytree(tmp_path / "old", tmp_path / "copy", symlinks=True)
@@ -203,25 +196,10 @@ def test_link_that_leads_nowhere_or_elsewhere_is_mended(tmp_path):
     assert os.readlink(tmp_path / "copy" / LINK).startswith(str(tmp_path / "copy"))
     os.rename(tmp_path / "old", tmp_path / "new")
     assert recipe(str(tmp_path / "new"), AtomicDirectory(tmp_path / "new")) == "old"
-
-
-def test_deletion_that_fails_leaves_no_half_checkpoint(tmp_path):
-    """A directory that can be deleted only in part must not look like a checkpoint, of ours or of cycling_utils."""
-    saver = AtomicDirectory(tmp_path, keep_last=1)
-    directory = saver.prepare_checkpoint_directory()
-    for name in ("content.txt", "shards/0.txt"):
-        Path(directory, name).parent.mkdir(exist_ok=True)
-        Path(directory, name).write_text("0")
-    saver.symlink_latest(directory)
-    second = saver.prepare_checkpoint_directory()
-    Path(second, "content.txt").write_text("1")
-    marked = FaultyFiles(directory, fail_with(errno.EIO), kind="list", lasting=True, at=3)
-    with marked, pytest.raises(OSError, match="Input/output error"):
-        saver.symlink_latest(second)
-    assert saver.history() == [second]
-    assert content_of(saver.latest()) == "1"
-    save(saver, 2)
-    assert names_in(tmp_path) == ["2"]
+    monkeypatch.chdir(tmp_path)  # the original links to a relative directory, wrongly
+    path = original_save(tmp_path / "out", 0, linked=False)
+    (tmp_path / "out" / LINK).symlink_to(path.relative_to(tmp_path))
+    assert recipe("out", AtomicDirectory("out")) == "original 0"
 
 
 def test_refusals(tmp_path, monkeypatch, snapshot):
@@ -237,11 +215,7 @@ def test_refusals(tmp_path, monkeypatch, snapshot):
     said.append(error_of(kinds, lambda: AtomicDirectory("s3://bucket/run")))
     with monkeypatch.context() as patch:  # under torchrun, without a group
         patch.setenv("WORLD_SIZE", "2")
-        patch.setenv("RANK", "1")
         said.append(error_of(kinds, lambda: AtomicDirectory(out)))
-        assert not out.exists()
-        names = [AtomicDirectory(tmp_path / "ranks", strategy=strategy).name for strategy in ("async", "mono")]
-        assert names == ["AtomicDirectory_rank_1", "AtomicDirectory"]
     saver = AtomicDirectory(out)
     complete = save(saver, 0)
     directory = saver.prepare_checkpoint_directory()
@@ -250,7 +224,6 @@ def test_refusals(tmp_path, monkeypatch, snapshot):
     assert recipe(str(out), saver) == "0"
     Path(directory, "shards", "part.bin").write_text("1")
     saver.symlink_latest(directory)
-    assert saver.latest() == directory
     aborted = saver.prepare_checkpoint_directory()
     saver.abort(aborted)
     assert names_in(out) == ["0", "1"]
@@ -263,10 +236,8 @@ def test_refusals(tmp_path, monkeypatch, snapshot):
     for path in (out / "AtomicDirectory_checkpoint_1/shards/part.bin", *out.glob("*/content.txt")):
         path.write_text("changed")
     said += sorted(ended) + [error_of(NoValidCheckpointError, lambda: AtomicDirectory(out)) for _ in range(2)]
-    original_save(tmp_path / "original", 0)
-    os.unlink(tmp_path / "original" / LINK)  # so that nobody knows which is complete
+    original_save(tmp_path / "original", 0, linked=False)  # so that nobody knows which is complete
     said.append(error_of(NoValidCheckpointError, lambda: AtomicDirectory(tmp_path / "original")))
-    assert len(names_in(tmp_path / "original")) == 1
     copied = save(AtomicDirectory(tmp_path / "copied"), 0)
     os.unlink(tmp_path / "copied" / LINK)
     shutil.copytree(copied, tmp_path / "copied" / LINK)
@@ -296,18 +267,6 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
     assert names_in(tmp_path) == ["5", "6", "7", "8"]
 
 
-def test_two_savers_do_not_touch_each_other(tmp_path):
-    """Two savers with different names in one directory must not count or delete each other's checkpoints."""
-    first, second = AtomicDirectory(tmp_path, keep_last=1), AtomicDirectory(tmp_path, name="Other", keep_last=1)
-    begun = first.prepare_checkpoint_directory()
-    for number in range(3):
-        save(second, number)
-    assert names_in(tmp_path) == ["0", "Other_checkpoint_2"]
-    save(AtomicDirectory(tmp_path), "again")  # in the same process: the first one is still at work
-    Path(begun, "content.txt").write_text("begun")
-    first.symlink_latest(begun)
-
-
 def test_directories_of_the_original_are_read_by_its_rule(tmp_path, caplog):
     """Without manifests, directories up to the link are complete; they are used with a warning, but not counted."""
     for number in range(2):
@@ -328,14 +287,6 @@ def test_directories_of_the_original_are_read_by_its_rule(tmp_path, caplog):
     assert [content_of(path) for path in saver.history()] == ["0", "1"]
 
 
-def test_original_with_a_relative_link_is_mended(tmp_path, monkeypatch):
-    """The original's link for a relative output directory leads nowhere; the directory that it names must be found."""
-    monkeypatch.chdir(tmp_path)
-    path = original_save(tmp_path / "out", 0, linked=False)
-    (tmp_path / "out" / LINK).symlink_to(path.relative_to(tmp_path))
-    assert recipe("out", AtomicDirectory("out")) == "original 0"
-
-
 def test_file_system_without_links_has_the_file_beside(tmp_path, caplog):
     """Without links, saving must work, and a new saver and the file must show the latest checkpoint."""
     with FaultyFiles(tmp_path, fail_with(errno.EPERM), kind="link"):
@@ -345,13 +296,3 @@ def test_file_system_without_links_has_the_file_beside(tmp_path, caplog):
         assert "This file system has no links" in caplog.text
         assert (tmp_path / f"{LINK}.txt").read_text() == "AtomicDirectory_checkpoint_1\n"
         assert content_of(AtomicDirectory(tmp_path).latest()) == "1"
-
-
-def test_reader_needs_no_right_to_write(tmp_path):
-    """A process that only looks for the latest checkpoint must change nothing if nothing is wrong."""
-    save(AtomicDirectory(tmp_path), 0)
-    original_save(tmp_path, 0, name="Original")
-    with FaultyFiles(tmp_path) as files:
-        assert content_of(AtomicDirectory(tmp_path).latest()) == "0"
-        assert content_of(AtomicDirectory(tmp_path, name="Original").latest()) == "original 0"
-    assert {step.kind for step in files.steps} <= {"list"}

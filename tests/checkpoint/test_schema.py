@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.schema import KEY, VERSION, part_in
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from tests.runs import fit_net
 
 WHOLE = {
     "version": VERSION,
@@ -49,14 +46,3 @@ def test_damage_is_named(snapshot):
             part_in({KEY: part}, "a.ckpt")
         said[name] = str(caught.value)
     assert said == snapshot
-
-
-def test_a_fit_does_not_start_from_a_part_that_lacks_a_key(tmp_path):
-    """The error names the file and the key, before anything is restored."""
-    fit_net([FaultTolerance(dirpath=tmp_path / "saves")], tmp_path, max_epochs=1)
-    [*_, newest] = sorted((tmp_path / "saves").rglob("*.ckpt"))
-    checkpoint = torch.load(newest)
-    del checkpoint[KEY]["fingerprint"]
-    torch.save(checkpoint, tmp_path / "lacks.ckpt")
-    with pytest.raises(DamagedCheckpointError, match=r"lacks\.ckpt is damaged\. .*: fingerprint is missing\."):
-        fit_net([FaultTolerance(run_id="other")], tmp_path, max_epochs=2, ckpt_path=tmp_path / "lacks.ckpt")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import itertools
 import os
-import re
 import time
 from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, begin_in_store, kept_paths
+from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, begin_in_store
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_path
@@ -24,10 +21,7 @@ from lightning_faulttolerant.errors import (
     UnsafeCheckpointError,
 )
 from lightning_faulttolerant.storage.store import is_url, open_store
-from tests.checkpoint.writers import SHARD, begin_objects, load_objects, save_objects
-from tests.emulators import EMULATORS, WARNING
-from tests.faulty_files import FaultyFiles, lose
-from tests.messages import plain
+from tests.checkpoint.writers import SHARD, begin_objects, save_objects
 from tests.processes import dead_process_id
 from tests.storage.stores import damaging, error_of, read, requests_to_s3, write
 
@@ -40,43 +34,17 @@ def save_file(series, number, *, keep=False):
 
 
 SAVES = [save_file, save_objects]
-_SLOW = [("s3", save_objects), *itertools.product(sorted(EMULATORS), SAVES)]
-_CASES = [
-    *(
-        ("local", save_file),
-        ("local", save_objects),
-        ("memory", save_file),
-        ("memory", save_objects),
-        ("s3", save_file),
-    ),
-    *(pytest.param(case, marks=[pytest.mark.slow, pytest.mark.filterwarnings(WARNING)]) for case in _SLOW),
-]
 
 
-@pytest.fixture(params=_CASES, ids=lambda case: f"{case[0]}-{case[1].__name__}")
-def case(request):
-    """A kind of store, and a way to save."""
+@pytest.fixture(params=SAVES, ids=lambda save: save.__name__)
+def save(request):
+    """Save an autosave as a file, or as a set of shards."""
     return request.param
 
 
 @pytest.fixture
-def save(case):
-    """Save an autosave as a file, or as a set of shards."""
-    return case[1]
-
-
-@pytest.fixture
-def series(case, request, tmp_path):
+def series(any_url):
     """A series of two, in each kind of store, in a directory that does not exist yet."""
-    bucket = {"memory": f"memory://{tmp_path.name}", "local": str(tmp_path)}.get(case[0])
-    if bucket is None:
-        bucket = request.getfixturevalue("emulated")(case[0]) if case[0] != "s3" else request.getfixturevalue("s3")
-    return AutosaveSeries(f"{bucket}/runs/run", keep_last=2)
-
-
-@pytest.fixture
-def anywhere(any_url):
-    """A series of two, in each kind of store."""
     return AutosaveSeries(any_url, keep_last=2)
 
 
@@ -116,12 +84,12 @@ def test_newest_are_kept_and_loaded(series, save):
     assert os.path.basename(saved[0]) == "autosave-00000001-epoch=0-batch=0.ckpt"
 
 
-def test_files_and_sets_are_one_series(anywhere):
+def test_files_and_sets_are_one_series(series):
     """A run that has saved files and now saves sets, or the reverse, continues from the newest of all."""
     for number, save in enumerate(SAVES * 2):
-        save(anywhere, number)
-        assert newest(anywhere) == number
-    assert len(anywhere.paths()) == 2
+        save(series, number)
+        assert newest(series) == number
+    assert len(series.paths()) == 2
 
 
 def test_order_is_that_of_the_numbers_not_of_the_letters(local):
@@ -136,22 +104,22 @@ def test_order_is_that_of_the_numbers_not_of_the_letters(local):
 DAMAGES = [
     (save_file, flip),
     *((save_objects, lambda path, name=name: flip(path, name)) for name in (SHARD, METADATA_NAME, MANIFEST_NAME)),
-    *((save_objects, lambda path, name=name: open_store(path).delete(name)) for name in (SHARD, METADATA_NAME)),
+    (save_objects, lambda path: open_store(path).delete(SHARD)),
 ]
 
 
 @pytest.mark.parametrize(("save", "damage"), DAMAGES)
-def test_damaged_one_is_set_aside_and_the_one_before_taken(anywhere, save, damage, caplog):
+def test_damaged_one_is_set_aside_and_the_one_before_taken(series, save, damage, caplog):
     """A changed bit or a lost file is found at the next resume, and logged once; no number is given twice."""
-    first, second = save(anywhere, 0), save(anywhere, 1)
+    first, second = save(series, 0), save(series, 1)
     damage(second)
-    assert newest(anywhere) == newest(anywhere) == 0
+    assert newest(series) == newest(series) == 0
     [message] = [message for message in caplog.messages if "set aside" in message]
     assert second in message
     assert f"Used instead: {first}" in message
-    assert anywhere.store.names() == [os.path.basename(first), f"{os.path.basename(second)}.damaged"]
-    assert save(AutosaveSeries(anywhere.directory), 2) > second
-    assert newest(anywhere) == 2
+    assert series.store.names() == [os.path.basename(first), f"{os.path.basename(second)}.damaged"]
+    assert save(AutosaveSeries(series.directory), 2) > second
+    assert newest(series) == 2
 
 
 def test_keep_last_counts_those_that_verify(series, save):
@@ -164,38 +132,12 @@ def test_keep_last_counts_those_that_verify(series, save):
     assert AutosaveSeries(series.directory).paths() == [paths[0], last]
 
 
-def test_messages(local, tmp_path, caplog, snapshot):
-    """What a run says when autosaves are damaged, when none is left, and when an argument is wrong."""
-    said = [error_of(ValueError, lambda: AutosaveSeries(tmp_path, keep_last=0))]
-    paths = [Path(save_file(local, number)) for number in range(3)]
-    said += [error_of(ValueError, lambda label=label: local.set_aside(label)) for label in ("", "a/b", "..\n", "a b")]
-    with FaultyFiles(tmp_path, lose, kind="write", at=1):
-        said.append(error_of(DamagedCheckpointError, lambda: save_file(local, 3)))
-    assert local.paths() == [str(path) for path in paths[1:]]
-    paths[2].write_bytes(paths[2].read_bytes()[:-100])
-    local.load_newest()
-    paths[1].write_bytes(b"")
-    said.append(error_of(NoValidCheckpointError, local.load_newest))
-    text = re.sub(r"\.tmp-[\w-]+", ".tmp", "\n".join([*said, *caplog.messages]))
-    assert plain(text, DIR=tmp_path) == snapshot
-
-
-def test_what_is_no_damage_is_not_set_aside(anywhere, local, monkeypatch):
-    """A missing permission and a file that weights_only=True refuses are raised; no older autosave is used instead."""
-    save_file(anywhere, 1)
-    path = anywhere.save({"mine": argparse.Namespace()}, epoch=0, batch=2, global_step=2)
-    assert "is not damaged" in error_of(UnsafeCheckpointError, anywhere.load_newest)
-    assert anywhere.paths()[-1] == path
-    paths, real = [save_file(local, 0), save_file(local, 1)], open
-
-    def refuse(file, *args, **options):
-        if str(file) == paths[1]:
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(file, *args, **options)
-
-    monkeypatch.setattr("builtins.open", refuse)
-    error_of(PermissionError, local.load_newest)
-    assert local.paths() == paths
+def test_what_is_no_damage_is_not_set_aside(series):
+    """A file that weights_only=True refuses is an error; no older autosave is used instead."""
+    save_file(series, 1)
+    path = series.save({"mine": argparse.Namespace()}, epoch=0, batch=2, global_step=2)
+    assert "is not damaged" in error_of(UnsafeCheckpointError, series.load_newest)
+    assert series.paths()[-1] == path
 
 
 FOREIGN = [
@@ -225,23 +167,19 @@ def test_files_of_others_are_never_touched(series, save):
     assert empty.is_dir() == (not is_url(series.directory))
 
 
-def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(anywhere):
+def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(local):
     """A save cleans up after killed writers of this host, and of others if nothing has changed for an hour."""
-    owners = {"dead": (HOST, dead_process_id()), "living": (HOST, 1), "elsewhere": ("elsewhere", 1), "old": ("node", 1)}
-    names = {
-        owner: f".autosave-00000009-epoch=0-batch=0.ckpt.tmp-{host}-{process_id}-0123456789abcdef"
-        for owner, (host, process_id) in owners.items()
-    }
-    for name in ("a", *names.values()):
-        write(str(anywhere.directory), name, b"")
-    if is_url(anywhere.directory):
-        anywhere.store.delete(names["old"])
-    else:
-        os.utime(Path(anywhere.directory, names["old"]), (time.time() - 7200,) * 2)
-    path = save_file(anywhere, 0)
-    assert set(anywhere.store.names()) == {"a", names["living"], names["elsewhere"], os.path.basename(path)}
-    anywhere.remove_all()
-    assert set(anywhere.store.names()) == {"a", names["living"]}
+    dead, living, elsewhere, old = (
+        f".autosave-00000009-epoch=0-batch=0.ckpt.tmp-{owner}-0123456789abcdef"
+        for owner in (f"{HOST}-{dead_process_id()}", f"{HOST}-1", "elsewhere-1", "node-1")
+    )
+    for name in (dead, living, elsewhere, old):
+        write(str(local.directory), name, b"")
+    os.utime(Path(local.directory, old), (time.time() - 7200,) * 2)
+    path = save_file(local, 0)
+    assert set(local.store.names()) == {living, elsewhere, os.path.basename(path)}
+    local.remove_all()
+    assert local.store.names() == [living]
 
 
 def test_set_aside_moves_everything_and_remove_all_removes_it(series, save):
@@ -259,7 +197,6 @@ def test_set_aside_moves_everything_and_remove_all_removes_it(series, save):
     for _ in range(2):  # it does not silently start over, at the second try neither
         assert f"{third}.damaged" in error_of(NoValidCheckpointError, AutosaveSeries(series.directory).load_newest)
     assert series.set_aside("b") == series.store.path("superseded-0002-b")
-    assert newest(series) is None
     save(series, 3)
     series.remove_all()
     assert series.store.names() == []
@@ -284,77 +221,35 @@ def test_nothing_is_published_or_deleted_for_who_has_lost_the_run(series, save, 
     assert newest(series) in (1, 1 + num_good_checks)
 
 
-def test_kept_ones_are_not_pruned_and_outlive_the_run(series, save):
-    """Those that leave the newest are moved; a finished run leaves them, with nothing to resume; numbers continue."""
-    for number in range(1, 8):
-        last = save(series, number, keep=number in (2, 4, 6))
-    assert [os.path.basename(path)[:17] for path in series.paths()] == ["autosave-00000006", "autosave-00000007"]
-    kept = [f"autosave-0000000{number}-epoch=0-batch={number}-kept.ckpt" for number in (2, 4, 6)]
-    assert [os.path.basename(path) for path in kept_paths(series.store)] == kept[:2]
-    assert series.newest() == last
-    series.remove_all()
-    assert newest(series) is None
-    assert sorted({name.split("/")[1] for name in series.store.tree()}) == kept
-    assert load_path(series.store.path(f"kept/{kept[2]}"))["number"] == 6
-    save(series, 5, keep=True)
-    save(series, 0)
-    series.remove_all()
-    earlier = sorted({name.split("/")[0] for name in series.store.tree()})
-    assert earlier == ["kept", "superseded-0001-earlier-run"]
-    assert "autosave-00000008" in save(series, 9, keep=True)
-    for number in (10, 11):
-        save(series, number)
-    assert len(open_store(series.set_aside("discarded")).names()) == 3  # the kept one, too
-    assert kept_paths(series.store) == []
-
-
 # Sets of shards, while they are written.
 
 
-def test_set_that_is_dropped_or_failed_is_gone(anywhere):
+def test_set_that_is_dropped_or_failed_is_gone(series):
     """A dropped set is gone immediately, twice is no error; one without its metadata becomes no autosave."""
-    begun = begin_objects(anywhere, 1)
+    begun = begin_objects(series, 1)
     for _ in range(2):
-        anywhere.drop_directory(begun)
-    assert anywhere.store.tree() == []
-    begun = begin_objects(anywhere, 0)
+        series.drop_directory(begun)
+    assert series.store.tree() == []
+    begun = begin_objects(series, 0)
     open_store(begun).delete(METADATA_NAME)
-    error_of(DamagedCheckpointError, lambda: anywhere.commit_directory(begun, {}))
-    assert anywhere.paths() == []
-    path = save_objects(anywhere, 2)  # also removes what this process has begun and not committed
-    assert anywhere.store.names() == [os.path.basename(path)]
+    error_of(DamagedCheckpointError, lambda: series.commit_directory(begun, {}))
+    assert series.paths() == []
+    path = save_objects(series, 2)  # also removes what this process has begun and not committed
+    assert series.store.names() == [os.path.basename(path)]
 
 
-def test_set_of_a_store_is_created_once_and_loads_from_a_copy(remote_url, local):
-    """The second of two that begin a set of one name is refused; the files of a set load from a disk, too."""
+def test_set_of_a_store_is_created_once(remote_url):
+    """The second of two that begin a set of one name is refused, and one that was begun does not count."""
     series = AutosaveSeries(remote_url)
     url = save_objects(series, 0)
-    for name in open_store(url).tree():
-        write(f"{local.directory}/{os.path.basename(url)}", name, read(open_store(url).path(name)))
-    assert local.load_newest() == (*local.paths(), {"number": 0})
-    assert load_objects(local.newest())["number"] == 0
     name = "autosave-00000009-epoch=0-batch=0.ckpt"
     begin_in_store(series.store, name)
     error_of(FileExistsError, lambda: begin_in_store(series.store, name))
-    assert series.newest() == url, "a set that was begun counts"
+    assert series.newest() == url
     assert save_objects(series, 1) > series.store.path(name), "a number is given twice"
 
 
 # Requests of a series to S3.
-
-
-def test_manifest_goes_first_and_is_copied_last(s3, monkeypatch):
-    """A process that is killed while it deletes or moves a set leaves one that counts and is whole, or none."""
-    series = AutosaveSeries(f"{s3}/run")
-    save_objects(series, 1)
-    with requests_to_s3(monkeypatch) as requests:
-        series.set_aside("label")
-    steps = [(method, arguments["Key"].rpartition("/")[2]) for method, arguments in requests if "Key" in arguments]
-    changes = [step for step in steps if step[0] in ("copy_object", "delete_object")]
-    names = [METADATA_NAME, SHARD, MANIFEST_NAME]
-    assert changes[:3] == [("copy_object", name) for name in names]
-    assert changes[3] == ("delete_object", MANIFEST_NAME)
-    assert sorted(changes[3:]) == sorted(("delete_object", name) for name in names)
 
 
 def test_resume_reads_its_autosave_once_and_damaged_upload_keeps_it(s3, monkeypatch):

@@ -17,7 +17,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from torch import nn
 
 from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
@@ -157,19 +156,13 @@ DEPTH = 100_000
 REBUILD = b"ctorch._tensor\n_rebuild_from_type_v2\n"
 HUGE = {
     "lists": b"]" * DEPTH + b"a" * (DEPTH - 1) + b".",
-    "dicts": b"}" + b"N}" * DEPTH + b"s" * DEPTH + b".",
-    "tuples": b")" + b"\x85" * DEPTH + b".",
     "a deep tuple as a key": b"})" + b"\x85" * DEPTH + b"Ns.",
     "a deep frozen set as a key": b"}(" + b")" + b"\x85" * DEPTH + b"\x91Ns.",
     "objects": name(strike) * DEPTH + b"N" + b"\x85R" * DEPTH + b".",
-    "marks": b"(" * DEPTH + b"N.",
     "a chain of rebuild functions": REBUILD + (b"(" + REBUILD + b"N") * DEPTH + b")" + b"Nt" * DEPTH + b"R.",
 }
 LARGE_CLAIMS = [
-    b"X" + struct.pack("<I", 2**32 - 1),
     b"\x8d" + struct.pack("<Q", 2**63),
-    b"B" + struct.pack("<I", 2**32 - 1),
-    b"\x96" + struct.pack("<Q", 2**62),
     b"\x8b" + struct.pack("<i", 2**31 - 1),
     b"T" + struct.pack("<i", -5),
     b"Nr" + struct.pack("<I", 2**31),
@@ -198,35 +191,14 @@ def test_a_small_file_can_not_take_much_memory():
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("make", [lambda: "x" * 10_000_000, lambda: b"x" * 10_000_000, lambda: 1 << 80_000_000])
-def test_long_data_is_passed_over(make, protocol):
+def test_long_data_is_passed_over(make):
     """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
-    summary = summary_of([make(), "after"], pickle_protocol=protocol)
+    summary = summary_of([make(), "after"], pickle_protocol=4)
     long, after = summary.content
     assert after == "after"
     assert 9_900_000 < summary.size_of(long).num_bytes < 10_100_000
     assert summary.num_bytes_read < 200_000
-
-
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_each_kind_of_tensor_is_described(protocol):
-    """Tensors of any dtype and class are described with torch's dtype, shape and bytes."""
-    marked = torch.zeros(2)
-    marked.mark = "x"
-    tensors = {str(dtype): torch.zeros(3, 5, dtype=dtype) for dtype in DTYPES}
-    tensors |= {"p": nn.Parameter(torch.zeros(2)), "m": marked, "scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}
-    summary = summary_of(tensors, pickle_protocol=protocol)
-    for key, tensor in tensors.items():
-        info = summary.content[key]
-        assert (f"torch.{info.dtype}", info.shape) == (str(tensor.dtype), tuple(tensor.shape))
-        assert summary.size_of(info).num_bytes == tensor.numel() * tensor.element_size()
 
 
 @pytest.mark.parametrize(
@@ -237,55 +209,6 @@ def test_a_tensor_of_an_impossible_shape_is_an_object(shape, is_tensor: bool):
     storage = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"
     found = describe(b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + b")\x89NtR.")
     assert (getattr(found, "shape", None) == (3, 4)) == is_tensor
-
-
-def test_a_storage_that_tensors_share_counts_once():
-    """Tied weights take the file's space once; a view takes everything that was saved with it; Adam two values more."""
-    large = torch.zeros(1000)
-    module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
-    optimizer = torch.optim.Adam(module.parameters())
-    module(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    states = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-    summary = summary_of({"a": large, "b": large, "view": torch.zeros(500)[:1], **states})
-    both = summary.size_of(summary.content["a"], summary.content["b"])
-    assert (both.num_bytes, both.num_tensors, both.num_values) == (4000, 2, 2000)
-    assert summary.size_of(summary.content["view"]).num_bytes == 2000
-    num_values = sum(p.numel() for p in module.parameters())
-    assert summary.size_of(summary.content["model"]).num_values == num_values + 16 + 16 + 1
-    assert summary.size_of(summary.content["optimizer"]["state"]).num_values == 2 * num_values + 4
-
-
-def test_of_a_large_file_next_to_nothing_is_read():
-    """Of a file of 40 MB, less than 1 MB is read."""
-    summary = summary_of({"state_dict": {f"layer.{i}": torch.zeros(100_000) for i in range(100)}, "step": 3})
-    assert summary.content["step"] == 3
-    assert summary.num_bytes > summary.size_of(summary.content).num_bytes > 39_999_999
-    assert 0 < summary.num_bytes_read < 1_000_000
-
-
-WHOLE = pickle.dumps({"step": 3})
-NO_CHECKPOINTS = {
-    "empty": io.BytesIO(),
-    "text": io.BytesIO(b"hello" * 1000),
-    "compressed": archive_of({"archive/data.pkl": WHOLE}, compression=zipfile.ZIP_DEFLATED),
-    "zip without a pickle": archive_of({"archive/version": b"3"}),
-    "two archives": archive_of({"a/data.pkl": WHOLE, "b/data.pkl": WHOLE}),
-    "garbage for a pickle": archive_of({"archive/data.pkl": b"no pickle"}),
-}
-
-
-def test_what_is_no_checkpoint_is_refused(snapshot):
-    """A file that is not a checkpoint is refused by an error that names it and the expected content."""
-    said = {}
-    for kind, file in NO_CHECKPOINTS.items():
-        with pytest.raises(DamagedCheckpointError) as damage:
-            read_summary(file, name="the file")
-        said[kind] = str(damage.value)
-    with pytest.raises(CheckpointError) as caught:
-        summary_of({"step": 3}, _use_new_zipfile_serialization=False)
-    assert not isinstance(caught.value, DamagedCheckpointError)
-    assert {**said, "the old format": str(caught.value)} == snapshot
 
 
 def test_a_damaged_file_is_described_or_refused():

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import fsspec
 import pytest
 
@@ -68,23 +63,3 @@ def test_container_is_never_removed(emulated):
     fs, path = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     assert fs.exists(path)
-
-
-DRAWS = """
-import random, sys
-from tests.emulators import use_clients
-use_clients()
-from lightning_faulttolerant.storage.file_systems import file_system
-before = random.getstate()
-fs, _ = file_system(sys.argv[1])
-print(fs.credential is not None, random.getstate() == before)
-"""
-
-
-def test_clients_with_a_token_draw_nothing_from_the_run():
-    """Azure's client draws when it would renew its token, as soon as it is created: not from the run's generator."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("AZURE_")}
-    environment |= {"AZURE_STORAGE_ACCOUNT_NAME": "account", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", DRAWS, "az://container/run"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "True True\n"

@@ -13,20 +13,18 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.processes import this_machine
-from lightning_faulttolerant.storage import lock
 from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLease, RunLock, open_lock
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
 from tests.checkpoint.writers import FORK, exit_code
 from tests.faulty_files import FaultyFiles, fail_with
-from tests.messages import plain
 from tests.processes import dead_process_id
 from tests.storage.stores import error_of, requests_to_s3
 
@@ -99,30 +97,13 @@ def test_forked_child_neither_holds_nor_releases(any_url):
         assert "://" in any_url or is_refused(any_url)
 
 
-def test_messages_name_the_holder_and_the_remedy(tmp_path, snapshot):
-    """Each error says who holds the run or has taken it over, and what to do."""
-    url = f"memory://{tmp_path.name}/run"
-    with RunLock(tmp_path), RunLease(url, lease_seconds=EVER) as lease:
-        said = [error_of(RunInUseError, take) for take in (RunLock(tmp_path).acquire, RunLease(url).acquire)]
-        put_lock(url, hostname="node7", process_id=12)
-        said.append(error_of(RunInUseError, lease.check))
-        RemoteStore(url).delete(LOCK_NAME)
-        said.append(error_of(RunInUseError, lease.check))
-    said.append(error_of(RunInUseError, lease.check))
-    text = "\n".join(said).replace(f" on {HERE}", " on HOST")
-    assert plain(text, DIR=tmp_path, URL=url, RUN=url.removeprefix("memory:/")) == snapshot
-
-
 # On a disk, the operating system keeps the lock.
 
 
 def test_links_lead_to_the_same_lock(tmp_path):
-    """POSIX locks don't conflict within a process: another path to the directory must be recognized.
+    """POSIX locks don't conflict within a process: another path to the directory must be recognized."""
 
-    A holder that has not yet written its name keeps others out, too.
-    """
-
-    def child():
+    def write_names():  # here, it would drop the lock
         for content in (b"", b"[]", b'{"hostname": 1, "process_id": null}', b"\xff"):
             (tmp_path / LOCK_NAME).write_bytes(content)
             assert "by a process on an unknown host" in error_of(RunInUseError, RunLock(tmp_path).acquire)
@@ -131,7 +112,7 @@ def test_links_lead_to_the_same_lock(tmp_path):
     with RunLock(tmp_path), RunLock(tmp_path / "other"):
         error_of(RunInUseError, RunLock(tmp_path / "link").acquire)
         assert is_refused(tmp_path)
-        assert exit_code(child) == 0
+        assert exit_code(write_names) == 0
     assert not is_refused(tmp_path)
 
 
@@ -183,10 +164,7 @@ def test_system_that_can_not_lock_or_write(tmp_path, monkeypatch, caplog):
 
 
 def test_never_two_inside_while_the_file_is_removed_and_made_again(tmp_path):
-    """A release removes the file: one that had opened it before does not believe that it holds the lock.
-
-    Of threads that request it at the same time, exactly one gets it.
-    """
+    """A release removes the file: a process or thread that had opened it before does not believe that it holds it."""
 
     def compete():
         for _ in range(200):
@@ -194,27 +172,17 @@ def test_never_two_inside_while_the_file_is_removed_and_made_again(tmp_path):
                 os.close(os.open(tmp_path / "inside", os.O_CREAT | os.O_EXCL))
                 os.unlink(tmp_path / "inside")
 
-    processes = [FORK.Process(target=compete) for _ in range(3)]
+    def compete_in_threads():
+        with ThreadPoolExecutor(2) as pool:
+            for each in [pool.submit(compete) for _ in range(2)]:
+                each.result()
+
+    processes = [FORK.Process(target=compete_in_threads) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    results, start, locks = [], threading.Barrier(4), [RunLock(tmp_path) for _ in range(4)]
-
-    def ask(lock):
-        start.wait()
-        with contextlib.suppress(RunInUseError):
-            lock.acquire()
-            results.append(lock)
-
-    threads = [threading.Thread(target=ask, args=(each,)) for each in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 1
-    results[0].release()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 # In a store, it is an object that its holder renews.
@@ -226,7 +194,6 @@ HOLDERS = {
     "our own id, as in containers": (OURS, "taken at once"),
     "dead elsewhere": (DEAD, "taken after a lease"),
     "unreadable": (None, "taken after a lease"),
-    "dead in a container": ({**DEAD, "hostname": HERE, **CONTAINER}, "renewed"),
     "our id in a container": ({**OURS, **CONTAINER}, "renewed"),
     "renews elsewhere": ({}, "renewed"),
     "gives back": ({}, "deleted"),
@@ -289,21 +256,6 @@ def test_who_loses_a_race_is_refused(remote_url, s3, monkeypatch):
     assert holder_of(remote_url)["hostname"] == "elsewhere"
 
 
-@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOSYS, "not here")], ids=["python", "system"])
-def test_store_that_can_not_create_exclusively_is_locked_all_the_same(monkeypatch, error):
-    """A store without exclusive creation is not refused: the last of two writers stays there."""
-    real = MemoryFileSystem.pipe_file
-
-    def pipe_file(self, path, value, mode="overwrite", **options):
-        if mode == "create":
-            raise error
-        real(self, path, value, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
-    with RunLease("memory://no-exclusive-creation/run") as held:
-        held.check()
-
-
 def test_lost_lock_is_noticed_and_not_renewed(remote_url):
     """A lock that was removed or taken over is an error before a write, and its old holder leaves it alone."""
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
@@ -334,4 +286,3 @@ def test_lock_is_renewed_also_after_a_failure(remote_url, monkeypatch, capsys):
     assert has_failed.is_set()
     assert random.getstate() == before
     assert capsys.readouterr() == ("", "")
-    assert (lock.LEASE_SECONDS, lock.RENEWALS_PER_LEASE) == (30.0, 3)
