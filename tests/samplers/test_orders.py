@@ -102,6 +102,6 @@ def test_seeking_takes_no_memory_that_grows_with_the_length() -> None:
     peak(1000)
     assert peak(10**12) < 2 * peak(1000) + 10_000
     sampler = InterruptibleDistributedSampler(10**12, 8, 3, order="feistel")
-    for skip in (0, 10**11, sampler.num_samples - 20_000):
+    for skip in (0, sampler.num_samples - 20_000):
         assert len(set(islice(sampler.iter_from(skip), 20_000))) == 20_000
     assert len(list(sampler.iter_from(sampler.num_samples - 5))) == 5

@@ -91,16 +91,6 @@ def test_samples_read_so_far_stay_and_no_more_are_read_after_close(kind: str, tm
         opened(out)
 
 
-@pytest.mark.parametrize("kind", ["variable", "csv", "json"])
-def test_shards_without_samples_are_read(kind: str, tmp_path: Path) -> None:
-    """A first sample larger than the limit leaves an empty shard before it, and all samples exist."""
-    out = written(kind, tmp_path / "out", 4, size_limit=1)
-    assert [info.num_samples for info in infos(out)] == [0, 1, 1, 1, 1]
-    assert same(read(out), [KINDS[kind][2](i) for i in range(4)])
-    with pytest.raises(IndexError):
-        opened(out)[0]
-
-
 @pytest.mark.parametrize("kind", ["fixed", "variable", "csv", "json"])
 @settings(max_examples=60)
 @given(data=st.data())

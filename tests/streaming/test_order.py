@@ -63,8 +63,6 @@ def test_an_order_is_that_of_its_seed_and_epoch() -> None:
     assert len(set(orders)) == 4
     assert ids_of(epoch_order([[2, 3], [2]], epoch=0)) == list(range(7))
     assert ids_of(epoch_order([[2, 3], [2]], epoch=5, num_canonical_nodes=2)) == [0, 4, 1, 5, 2, 6, 3]
-    drawn = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
-    assert drawn == sorted(drawn)
     assert [normalised(3, position, num_positions=10) for position in (9, 10, 12)] == [(3, 9), (4, 0), (4, 0)]
 
 
@@ -95,16 +93,6 @@ def test_the_default_order_never_changes(snapshot: SnapshotAssertion) -> None:
     assert [str(ids_of(parts)), *map(str, map(ids_of, batched)), str(drawn), digest] == snapshot
 
 
-def test_shards_are_read_block_by_block() -> None:
-    """At any position the samples of one block are of at most eight shards, and a shard is never opened again."""
-    sizes = np.random.default_rng(0).integers(1, 60, 100)
-    shards = np.searchsorted(np.cumsum(sizes), ids_of(epoch_order([sizes], epoch=0, shuffle=True)), side="right")
-    first = {shard: position for position, shard in reversed(list(enumerate(shards)))}
-    last = {shard: position for position, shard in enumerate(shards)}
-    opened = [sum(first[shard] <= position <= last[shard] for shard in first) for position in range(0, len(shards), 7)]
-    assert max(opened) <= 8
-
-
 def test_a_billion_samples_cost_a_list_of_shards_and_a_block() -> None:
     """Building the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
     position = 999_999_744
@@ -117,18 +105,6 @@ def test_a_billion_samples_cost_a_list_of_shards_and_a_block() -> None:
         tracemalloc.stop()
     assert len(np.unique(ids // 200_000)) <= 8
     assert peak < 10_000_000  # an array of all samples has 8 GB; one of the shards 40 kB, of a block 1 MB
-
-
-def test_a_canonical_node_has_the_same_samples_in_every_epoch() -> None:
-    """The rows share the data set the same way in each epoch, with at most one shard cut at each bound."""
-    sizes = np.random.default_rng(0).integers(1, 60, 40)
-    of_epochs = []
-    for epoch in range(3):
-        ids = ids_of(epoch_order([sizes], epoch=epoch, shuffle=True, num_canonical_nodes=4))
-        of_epochs.append([set(ids[row::4]) for row in range(4)])
-    assert of_epochs[0] == of_epochs[1] == of_epochs[2]
-    shards = [set(np.searchsorted(np.cumsum(sizes), sorted(row), side="right").tolist()) for row in of_epochs[0]]
-    assert sum(map(len, shards)) <= 40 + 3
 
 
 # The deal of positions to ranks and their workers
