@@ -1,26 +1,22 @@
-"""The law for rows that no other row can join, and how many batches some ends repeat."""
+"""The law for what no row can show: steps that fetch their batches, a cut that was found, and progress bars."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import json
+import re
 import signal
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from tests.foreign import mosaic
 from tests.laws.cuts import Cut
-from tests.laws.features.any_iterables import ReadsAhead
-from tests.laws.features.data_modules import Counts
-from tests.laws.features.streams import shards
-from tests.laws.rows import Group, Net, Row, rows_of
+from tests.laws.rows import Group, Net, Row, all_rows, rows_of
 from tests.laws.runs import Training, assert_continues, whole_run
 
 
@@ -46,47 +42,51 @@ def test_steps_that_fetch(tmp_path: Path) -> None:
     assert 0 < len(rest) < 6
 
 
-def mosaic_stream() -> DataLoader[Any]:
-    """Return the original library's loader over a shuffled data set that draws."""
-    streaming = mosaic()
-
-    class Rows(streaming.StreamingDataset):  # type: ignore[misc]
-        def __getitem__(self, at: Any) -> Tensor:
-            return torch.full((4,), super().__getitem__(at)["n"] / 16) + torch.randn(4)
-
-    data = shards()
-    for file in Path("/dev/shm").glob("*_locals"):  # what a killed start has left in shared memory
-        with contextlib.suppress(OSError):
-            if data.encode() in file.read_bytes():
-                for left in Path("/dev/shm").glob(f"{file.name.removesuffix('locals')}*"):
-                    left.unlink(missing_ok=True)
-    tempfile.tempdir = tempfile.mkdtemp(dir=os.getcwd())  # the library's lock files are here, for each process
-    return streaming.StreamingDataLoader(Rows(local=data, shuffle=True, batch_size=4), batch_size=4)
+def test_cut_that_hypothesis_found(tmp_path: Path) -> None:
+    """An exception of a start that a kill has cut before, and that a stop ends after it, costs nothing."""
+    group = Group(rows=(all_rows()["Outputs"],))
+    cuts = [Cut(at=(0, 0), hook="step"), Cut(at=(0, 1), by=0, hook="backward"), Cut(at=(1, 4), by=signal.SIGINT)]
+    assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)
 
 
-@pytest.mark.slow
-def test_mosaic_stream_continues(tmp_path: Path) -> None:
-    """MosaicML Streaming continues."""
-    group = Group(rows=(Row(name="mosaic", train=mosaic_stream, warns=(".*",)),))
-    whole = whole_run(group, tmp_path)
-    assert_continues(whole, Training(group=group, root=tmp_path / "cut"), [Cut(at=(0, 3)), Cut(at=(1, 2))])
+class Looks(Callback):
+    """Writes what the bar shows when a batch begins: batches done, their total, and its text."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        bar: Any = trainer.progress_bar_callback.train_progress_bar
+        is_tqdm = isinstance(trainer.progress_bar_callback, TQDMProgressBar)
+        shown = [bar.n, bar.total, bar.desc] if is_tqdm else [bar.completed, bar.total, bar.description]
+        with open("shown.jsonl", "a") as file:
+            print(json.dumps([trainer.current_epoch, batch_idx, *shown]), file=file)
 
 
-ENDS = {
-    "stop while a thread reads ahead": (Row(name="ahead", train=ReadsAhead), Cut(at=(1, 2), by=signal.SIGTERM), 0),
-    "exception, data module with a state": (
-        Row(name="data", data=Counts), Cut(at=(0, 3), hook="backward", by=0, every=2), 2,
-    ),
-}  # fmt: skip
+BARS: dict[str, Callable[[], ProgressBar]] = {
+    "tqdm": TQDMProgressBar,
+    "rich that leaves": lambda: RichProgressBar(leave=True),
+}
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_repeats(name: str, tmp_path: Path) -> None:
-    """A stop repeats no batch; an exception all since the last autosave, if the data module's state is of now."""
-    row, cut, num_batches = ENDS[name]
-    group = Group(rows=(row, Row(name="captures", options={"overhead_budget": 1.0})))
-    whole = whole_run(group, tmp_path)
-    training = Training(group=group, root=tmp_path / "cut")
-    assert_continues(whole, training, [cut])
-    begun = sum(event["kind"] == "batch" for start in training.starts for event in start.events[0])
-    assert begun - sum(event["kind"] == "batch" for event in whole[0]) == num_batches
+def training_with(bar: Callable[[], ProgressBar], root: Path, *, with_callback: bool = True) -> Training:
+    """Return a training with a bar."""
+    row = Row(name="bar", callbacks=bar, trainer={"enable_progress_bar": True})
+    return Training(group=Group(rows=(row,)), root=root, with_callback=with_callback, more=lambda: [Looks()])
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_bar_continues(bar: str, tmp_path: Path) -> None:
+    """Position and total are the uninterrupted run's at each batch; in that epoch the text says where it resumed."""
+    training = training_with(BARS[bar], tmp_path / "cut")
+    training.start(Cut(at=(0, 3)))
+    output = training.finished().output
+    whole = training_with(BARS[bar], tmp_path / "whole", with_callback=False)
+    whole.finished()
+    expected, found = (
+        [json.loads(line) for line in (one.root / "shown.jsonl").read_text().splitlines()] for one in (whole, training)
+    )
+    assert [line[:4] for line in found] == [line[:4] for line in expected]
+    assert expected[1][:4] == [0, 1, 1, 6]
+    for epoch, _, _, _, text in found[3:]:
+        assert re.match(rf"Epoch {epoch}\b", text)
+        assert ("resumed at 3" in text) == (epoch == 0)
+    assert "-00:00" not in output  # and no rate is below 0
+    assert re.search(r"(^|[\r\n])(INFO: )?Resumed exactly before batch 3 of epoch 0, [^\r\n|]*\n", output), output
