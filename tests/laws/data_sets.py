@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -45,16 +44,6 @@ class HoldingDataset(NoisyDataset):
     def __getitem__(self, index: int) -> Tensor:
         own = self.python.gauss(0, 1) + self.numpy.normal() + self.legacy.randn()
         return super().__getitem__(index) + 0.1 * float(own) + 0.1 * torch.randn((), generator=self.torch)
-
-
-class BatchesDataset(NoisyDataset):
-    """Each of its 8 items is a whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.stack([super(BatchesDataset, self).__getitem__(index) for _ in range(4)])
 
 
 class ManyAtOnceDataset(NoisyDataset):
@@ -150,29 +139,6 @@ class DrawingSampler(PythonShuffle):
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.length):
             yield int(torch.randint(self.length, ()))
-
-
-def secret_count() -> tuple[Callable[[], int], Callable[[], int]]:
-    """Return a function that increments a count, and one that returns it. The package does not look for state there."""
-    count = ContextVar("count", default=0)
-
-    def add() -> int:
-        count.set(count.get() + 1)
-        return count.get()
-
-    return add, count.get
-
-
-class CountingSampler(PythonShuffle):
-    """Has hidden state: the order depends on how often it was started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, _ = secret_count()
-
-    def __iter__(self) -> Iterator[int]:
-        started = self.start()
-        return iter([(index * 5 + started) % self.length for index in range(self.length)])
 
 
 class RaggedBatches(Sampler[list[int]]):

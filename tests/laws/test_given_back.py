@@ -11,24 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.data_sets import NoisyDataset
-from tests.laws.rows import Group, Net, Row, rows_of
-from tests.laws.runs import QUIET, Training
-
-
-def fit(root: Path, module: Net, **arguments: Any) -> None:
-    """Fit with the callback."""
-    protected = FaultTolerance(root / "autosaves", run_id="a")
-    data = {name: arguments.pop(name) for name in ("train_dataloaders",) if name in arguments}
-    settings = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, **QUIET, **arguments}
-    trainer = Trainer(callbacks=[protected], default_root_dir=root, **settings)
-    trainer.fit(module, val_dataloaders=rows_of(8, shuffle=False)(), **data)
+from tests.laws.rows import Net, rows_of
+from tests.laws.runs import QUIET
 
 
 class Replaces(Net):
@@ -50,60 +42,18 @@ class Replaces(Net):
         self.num_there.append((alive, len(multiprocessing.active_children())))
 
 
+def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    """Return a trainer with the callback."""
+    settings = {"max_epochs": 2, "enable_checkpointing": False, "logger": False, **QUIET, **arguments}
+    own = FaultTolerance(root / "autosaves", run_id="a", every_n_train_steps=1)
+    return Trainer(callbacks=[own, *callbacks], default_root_dir=root, **settings)
+
+
 def test_replaced_loaders_are_freed(tmp_path: Path) -> None:
     """Neither the data set nor the workers of a replaced loader are kept."""
     module = Replaces()
-    fit(tmp_path, module, max_epochs=4, reload_dataloaders_every_n_epochs=1)
-    assert module.num_there == [(1, 1)] * 4
-
-
-def test_nothing_is_left_on_a_loader(tmp_path: Path) -> None:
-    """After fit a loader has its own class and no attributes of ours."""
-    loader = rows_of(24)()
-    names = set(vars(loader))
-    fit(tmp_path, Net(), train_dataloaders=loader)
-    assert type(loader) is DataLoader
-    assert set(vars(loader)) == names
-
-
-class FailsAtItsEnd(Net):
-    """Ends its fit with an error."""
-
-    def on_train_epoch_end(self) -> None:
-        if self.current_epoch == 1:
-            raise ZeroDivisionError
-
-
-class FailsToCleanUp(Callback):
-    """Fails in the hook in which other callbacks clean up."""
-
-    def on_exception(self, *_: Any) -> None:
-        raise RuntimeError("while cleaning up")
-
-
-def test_autosaves_of_an_unfinished_fit_stay(tmp_path: Path) -> None:
-    """A script that catches an error keeps the autosaves when it ends, even if another callback hides the error."""
-
-    def script(trainer: Trainer, module: LightningModule, group: Group) -> None:
-        with pytest.raises(RuntimeError):
-            trainer.fit(module, **group.data())
-
-    group = Group(rows=(Row(name="fails", module=FailsAtItsEnd, callbacks=FailsToCleanUp),))
-    training = Training(group=group, root=tmp_path, stage=script)
-    training.finished()
-    assert list(tmp_path.rglob("autosave-*.ckpt"))
-
-
-@pytest.mark.parametrize("is_persistent", [False, True])
-@pytest.mark.parametrize("module", [Net, FailsAtItsEnd])
-def test_workers_end_with_the_fit(module: type[Net], is_persistent: bool, tmp_path: Path) -> None:
-    """Workers and the objects that iterate over them end with the fit, even while the loader exists."""
-    loader = rows_of(8, num_workers=1, persistent_workers=is_persistent)()
-    with pytest.raises(ZeroDivisionError) if module is FailsAtItsEnd else contextlib.nullcontext():
-        fit(tmp_path, module(), train_dataloaders=loader)
-    assert multiprocessing.active_children() == []
-    gc.collect()
-    assert [one for one in gc.get_objects() if isinstance(one, _MultiProcessingDataLoaderIter)] == []
+    trainer(tmp_path, reload_dataloaders_every_n_epochs=1).fit(module, val_dataloaders=rows_of(8, shuffle=False)())
+    assert module.num_there == [(1, 1)] * 2
 
 
 def ours(value: Any, seen: set[int], depth: int = 0) -> list[str]:
@@ -122,32 +72,42 @@ def ours(value: Any, seen: set[int], depth: int = 0) -> list[str]:
 
 
 class Fails(Callback):
-    """Raises after the first batch."""
+    """Raises in the second epoch, or in the second batch of an evaluation."""
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise ZeroDivisionError
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise ZeroDivisionError
+
+    def on_test_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -> None:
-    """After a fit, even a failed one, loaders, data set, module, trainer, and signal handlers are as before."""
-    loader = rows_of(24, num_workers=num_workers)()
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_nothing_is_left_behind(workers: dict[str, Any], fails: bool, tmp_path: Path) -> None:
+    """After a fit and a test, even failed ones, all objects and signal handlers are as before, and workers end."""
+    loader = rows_of(24, **workers)()
     validation = CombinedLoader([rows_of(8, shuffle=False)()], "sequential")
     [inner] = validation.flattened
-    children = set(multiprocessing.active_children())
+    loggers = [CSVLogger(tmp_path / "a"), TensorBoardLogger(tmp_path / "b")]
 
     def state() -> Any:
         handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
-        return dict(vars(loader)), dict(vars(inner)), dict(vars(loader.dataset)), handlers
+        kinds = [type(each) for each in (loader, inner, loader.dataset)]
+        return kinds, dict(vars(loader)), dict(vars(inner)), dict(vars(loader.dataset)), handlers
 
     before, module = state(), Net()
-    own = [FaultTolerance(tmp_path, every_n_train_steps=1), *([Fails()] if fails else [])]
-    trainer = Trainer(callbacks=own, default_root_dir=tmp_path, max_epochs=1, logger=False, **QUIET)
-    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        trainer.fit(module, loader, validation)
-    assert validation.flattened == [inner]
-    assert state() == before
-    for thing in (loader, validation, loader.dataset, module, trainer):
-        assert ours(thing, set()) == []
-    assert set(multiprocessing.active_children()) <= children
+    one = trainer(tmp_path, *([Fails()] if fails else []), logger=loggers)
+    for function, data in ((one.fit, (loader, validation)), (one.test, (validation,))):
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            function(module, *data)
+        assert validation.flattened == [inner]
+        assert state() == before
+        for thing in (loader, validation, loader.dataset, module, one, *loggers):
+            assert ours(thing, set()) == []
+        assert multiprocessing.active_children() == []
+        gc.collect()
+        assert [each for each in gc.get_objects() if isinstance(each, _MultiProcessingDataLoaderIter)] == []
+    assert vars(loggers[0].experiment).keys() == vars(CSVLogger(tmp_path / "a").experiment).keys()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from syrupy.assertion import SnapshotAssertion
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.cuts import Cut, Cuts
 from tests.laws.events import Events
-from tests.laws.rows import Group, Net, Rows
-from tests.laws.runs import QUIET, Training
+from tests.laws.rows import Net, Rows
+from tests.laws.runs import QUIET
 from tests.laws.starts import Script, Start, slow_half, told
 from tests.messages import plain
 
@@ -92,7 +90,6 @@ SCENARIOS: dict[str, list[Start]] = {
     "from YAML": [start(cut=kill(0, 3)), start(cut=kill(1, 2)), start()],
     "from the environment": [start(cut=kill(0, 3), env=ON, **NOTHING), start(env=ON, **NOTHING)],
     "from the command line": [start(*ADDED, cut=kill(0, 3, signal.SIGTERM), **NOTHING), start(*ADDED, **NOTHING)],
-    "other command": [start(cut=kill(0, 3)), start("--model.width=8")],
     "changed configuration": [start(cut=kill(0, 3)), start(max_epochs=3)],
     "killed before anything was saved": [
         start(HERE, cut=Ends("on_fit_start", signal.SIGKILL), logger=False), start(HERE, logger=False),
@@ -115,35 +112,6 @@ def test_lightning_cli(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -
     """A start continues, in its log directory, and the configurations of all starts are kept."""
     text = told(tmp_path, SCENARIOS[name])
     assert "\n".join([text, *configurations(tmp_path)]) == snapshot
-
-
-@pytest.mark.slow
-def test_autosave_as_ckpt_path(tmp_path: Path) -> None:
-    """`validate` and `fit` accept an autosave of a model with hyperparameters; validation saves none."""
-    script = Script(tmp_path)
-    script.start(start(cut=kill(0, 3), logger=False))
-    found = script.autosaves()
-    path = f"--ckpt_path={found[-1]}"
-    assert script.start(start(path, "--trainer.default_root_dir=a", command="validate", logger=False)) == 0
-    assert script.autosaves() == found
-    assert script.start(start(path, "--trainer.default_root_dir=b", logger=False)) == 0
-    assert "Resumed exactly" in script.said()
-
-
-@pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    """All ranks get past the existing configuration, however many of them check for it."""
-    ends = [Ends("on_fit_start", signal.SIGKILL), Cuts(kill(1, 1)), Cuts(None)]
-    training = Training(group=Group(rows=()), root=tmp_path, num_ranks=2)
-    training.before = lambda: setattr(sys, "argv", ["train.py", "fit", "--config=run.yaml"])
-    for number, end in enumerate(ends):
-        fit = functools.partial(train, tmp_path / "events.jsonl", end, strategy="ddp", devices=2)
-        training.stage = lambda *_, fit=fit: (fit(), sys.exit(0))  # without the law's own Trainer
-        codes = training.start().codes
-        assert codes == [0 if number == 2 else -signal.SIGKILL] * 2, training.starts[-1].output
-    assert "Resumed exactly before batch" in training.starts[-1].output
-    saved = [line.partition(":")[0].partition("/")[2] for line in configurations(tmp_path)]
-    assert saved == [f"lightning_logs/version_{number}/config.yaml" for number in (0, 1)]
 
 
 # Each argument, as written in YAML.

@@ -9,27 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from syrupy.assertion import SnapshotAssertion
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_faulttolerant import InterruptibleSampler
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import (
-    BatchesDataset,
     DrawingSampler,
     HoldingDataset,
     LazyDataset,
     ManyAtOnceDataset,
     NoisyCollate,
     NoisyDataset,
-    PythonShuffle,
     Quiet,
     Squares,
     Unsized,
 )
-from tests.laws.rows import Group, Row, rows_of
+from tests.laws.rows import Group, Row
 from tests.laws.runs import Training, assert_same, refusal, whole_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
@@ -40,11 +36,6 @@ Make = Callable[..., Any]
 def of(dataset: Callable[[], Any], kind: Any = DataLoader, **arguments: Any) -> Make:
     """Return what makes a loader with some number of workers."""
     return lambda **workers: kind(dataset(), **{"batch_size": 4, **arguments}, **workers)
-
-
-def persistent(num_workers: int) -> DataLoader[Any]:
-    """Workers live on, if there are any."""
-    return rows_of(24, num_workers=num_workers, persistent_workers=num_workers > 0)()
 
 
 def joined(num_workers: int) -> dict[str, Any]:
@@ -59,9 +50,7 @@ def joined(num_workers: int) -> dict[str, Any]:
 
 ROWS: dict[str, Make] = {
     "joined": joined,
-    "persistent": persistent,
     "functions": of(lambda: LazyDataset(has_attribute=True), shuffle=True, collate_fn=NoisyCollate()),
-    "batches": of(BatchesDataset, batch_size=None, sampler=PythonShuffle(8)),
     "whole batches fetched": of(lambda: ManyAtOnceDataset(24), shuffle=True),
     "own sampler": of(lambda: NoisyDataset(24), sampler=InterruptibleSampler(range(24))),
 }
@@ -82,7 +71,9 @@ class Changing:
         return make(num_workers=self.num_workers)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("joined", "own sampler"))) for name in ROWS]
+)
 def test_other_workers(name: str, tmp_path: Path) -> None:
     """Started with 0, 2, and 3 workers, in training and validation, a run equals that with any one number."""
     changing = Changing(ROWS[name])
@@ -118,18 +109,3 @@ def test_other_workers_are_refused(name: str, tmp_path: Path, snapshot: Snapshot
     start = training.start()
     assert start.codes == [1], start.output
     assert refusal(start.output, tmp_path) == snapshot
-
-
-def test_epochs_and_loaders_draw_different_numbers(tmp_path: Path) -> None:
-    """No two batches of a run draw the same numbers: not in one epoch, not in another, not in validation."""
-    changing = Changing(of(Drawn))
-    [events] = whole_run(changing.group, tmp_path)
-    contents = [each["content"] for each in events if each["kind"] in ("batch", "evaluated")]
-    assert len(set(contents)) == len(contents) == 2 * (6 + 2)
-
-
-class Drawn(Quiet):
-    """Its samples are what they draw."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(4)

@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -29,7 +27,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import main
 from tests.laws.cuts import Cut, Struck
 from tests.laws.data_sets import NoisyDataset
-from tests.laws.rows import Group, Net, Row, rows_of
+from tests.laws.rows import Group, Row, rows_of
 from tests.laws.runs import Training
 
 ROWS = (Row(name="shuffled", train=rows_of(24)),)
@@ -108,13 +106,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit_twice(trainer: Trainer, module: LightningModule, group: Group) -> None:
-    """Fit an epoch, and then another one with the same callbacks."""
-    trainer.fit(module, **group.data())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, **group.data())
-
-
 def fit_and_fail(trainer: Trainer, module: LightningModule, group: Group) -> None:
     """Fit, and fail afterwards."""
     trainer.fit(module, **group.data())
@@ -147,20 +138,6 @@ def test_chapters_of_a_history(name: str, tmp_path: Path) -> None:
         training.start(does if isinstance(does, Cut) else None, **options)
     found = [[fit["reason"] for each in one["processes"] for fit in each["fits"]] for one in chapters(tmp_path)]
     assert found == expected
-
-
-def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
-    """A script that is killed in its second fit restores the first one, and does not train it again."""
-    group = Group(rows=(*ROWS, Row(name="one epoch", trainer={"max_epochs": 1})))
-    training = Training(group=group, root=tmp_path, stage=fit_twice)
-    assert training.start(Cut(at=(1, 2))).codes == [-signal.SIGKILL]
-    training.finished()
-    [chapter] = chapters(tmp_path)
-    assert [[fit["number"] for fit in each["fits"]] for each in chapter["processes"]] == [[1, 2], [1, 2]]
-    assert [fit["place"]["epoch"] for fit in fits(tmp_path)][1::2] == [1, 1]
-    assert [(each["epoch"], each["batch"]) for each in training.starts[1].events[0] if each["kind"] == "batch"] == [
-        (1, batch) for batch in range(2, 6)
-    ]
 
 
 @pytest.mark.parametrize("stage", ["fast_dev_run", "barebones", "validate"])
@@ -204,68 +181,17 @@ SECONDS = 0.4
 """What the slow rank loses in each batch. On a busy machine, the rest of a batch may take as long."""
 
 
-def wait(here: bool) -> None:
-    """Take long on rank 1, or on all ranks."""
-    time.sleep(SECONDS if here else 0.0)
-
-
-def is_second() -> bool:
-    """Return whether this is a process of rank 1."""
-    return os.environ.get("RANK") == "1"
-
-
 class SlowData(NoisyDataset):
-    """Takes long on rank 1 to load a batch of four."""
+    """Takes long to load a batch of four."""
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(SECONDS / 4 if is_second() else 0.0)
+        time.sleep(SECONDS / 4 if os.environ.get("RANK") == "1" else 0.0)
         return super().__getitem__(index)
 
 
-class SlowStep(Net):
-    """Takes long on rank 1 to train a batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        wait(is_second())
-        return super().training_step(batch, batch_idx)
-
-
-class SlowEvaluation(Net):
-    """Takes long on rank 1 to validate a batch."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        wait(is_second())
-        super().validation_step(batch, batch_idx)
-
-
-class SlowEverywhere(Net):
-    """Takes as long on each rank, although rank 0 writes all files."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        wait(True)
-        return super().training_step(batch, batch_idx)
-
-
-class SlowState(Callback):
-    """Takes long on rank 1 to return its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        wait(is_second())
-        return {"state": 1}
-
-
-SLOW = [
-    pytest.param("data", Row(name="slow", train=lambda: DataLoader(SlowData(32), batch_size=4)), id="data"),
-    pytest.param("step", Row(name="slow", module=SlowStep), id="step", marks=pytest.mark.slow),
-    pytest.param("evaluation", Row(name="slow", module=SlowEvaluation), id="evaluation", marks=pytest.mark.slow),
-    pytest.param("save", Row(name="slow", callbacks=SlowState), id="save", marks=pytest.mark.slow),
-    pytest.param("", Row(name="slow", module=SlowEverywhere), id="none", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("section", "row"), SLOW)
-def test_slow_rank_and_its_section_are_named(section: str, row: Row, tmp_path: Path) -> None:
-    """A rank that is slow in its data, step, evaluation, or saves is named with that, and no other; rank 0 tells it."""
+def test_slow_rank_and_its_section_are_named(tmp_path: Path) -> None:
+    """A rank that is slow in its data is named with that, and no other; rank 0 tells it."""
+    row = Row(name="slow", train=lambda: DataLoader(SlowData(32), batch_size=4))
     short = Row(name="short", trainer={"max_epochs": 1, "val_check_interval": 1, "limit_train_batches": 4})
     few = Row(
         name="few",
@@ -278,45 +204,5 @@ def test_slow_rank_and_its_section_are_named(section: str, row: Row, tmp_path: P
     assert fit["num_ranks"] == 2
     names = [each["name"] for each in fit["autosaves"]]
     assert len(names) == len(set(names)) > 3
-    assert {(each["rank"], each["section"]) for save in fit["autosaves"] for each in save["slow"]} == (
-        {(1, section)} if section else set()
-    )
-    assert ("Rank 1 was " in report(tmp_path)) == bool(section)
-
-
-def test_waiting_for_data_is_in_the_account(tmp_path: Path) -> None:
-    """Batches that take long to load are told apart from training, up to the state that counts."""
-
-    class Slow(NoisyDataset):
-        def __getitem__(self, index: int) -> Tensor:
-            time.sleep(0.05)
-            return super().__getitem__(index)
-
-    data = Row(name="slow", train=lambda: DataLoader(Slow(24), batch_size=4), trainer={"max_epochs": 1})
-    training = Training(group=Group(rows=(data,)), root=tmp_path)
-    training.start(Cut(at=(0, 4), every=3))
-    assert chapters(tmp_path)[0]["account"]["data"] >= 3 * 4 * 0.05
-    training.finished()
-    assert chapters(tmp_path)[0]["account"]["data"] >= 6 * 4 * 0.05
-
-
-def test_clock_that_a_mock_replaces_is_not_asked(tmp_path: Path) -> None:
-    """A test that replaces ``time.perf_counter`` expects its own calls only. One call too many ended each epoch."""
-
-    class Measured(Net):
-        flops_per_batch = 64
-
-    logger = Mock(save_dir=tmp_path)
-
-    def script(trainer: Trainer, module: LightningModule, group: Group) -> None:
-        with patch("time.perf_counter", side_effect=[0.0, *(0.5 + step for step in range(1, 7))]):
-            trainer.fit(module, **group.data())
-        times = [call.kwargs["metrics"].get("train/time") for call in logger.log_metrics.mock_calls]
-        assert [time for time in times if time is not None] == [1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
-
-    arguments = {"max_epochs": 1, "limit_val_batches": 0, "logger": lambda: logger}
-    row = Row(
-        name="measured", module=Measured, trainer=arguments, callbacks=lambda: ThroughputMonitor(len, window_size=4)
-    )
-    training = Training(group=Group(rows=(row,)), root=tmp_path, stage=script)
-    training.finished()
+    assert {(each["rank"], each["section"]) for save in fit["autosaves"] for each in save["slow"]} == {(1, "data")}
+    assert "Rank 1 was " in report(tmp_path)

@@ -52,9 +52,7 @@ TOOLS = {
     "debugger": Tool(("-m", "debugpy", "--listen", "127.0.0.1:0", "train.py", "one")),
     "notebook": Tool(NOTEBOOK, code=None),
     "hydra": Tool(("train.py", "hydra")),
-    "hydra that changes the directory": Tool(("train.py", "hydra", "hydra.job.chdir=True")),
     "hydra sweep": Tool(("train.py", "hydra", "-m", "+name=one,two"), TWO),
-    "spawned": Tool(("train.py", "spawned"), TWO, None),
     **{name: Tool(("train.py", name), TWO, None) for name in ("fork", "spawn", "joblib", "ray", "submitit")},
 }
 REAL = {"module", "debugger", "notebook"}
@@ -143,16 +141,3 @@ def test_trial_of_optuna_that_is_run_again_continues(tmp_path: Path, ray_directo
     assert code == 0, output
     assert "Resumed exactly before batch 4 of epoch 0" in output
     assert [events[-1]["kind"] for events in found.values()].count("end") >= 1
-
-
-@pytest.mark.slow
-def test_scripts_of_one_launcher_are_two(tmp_path: Path, ray_directory: str) -> None:
-    """Another script that the same launcher starts does not take the first one's state, which stays."""
-    project = Project(tmp_path, ray_directory)
-    shutil.copy(SCRIPT, project.directory / "other.py")
-    begins = []
-    for words, cut in (((*PROFILER, "train.py"), f"one 0 3 {int(TERM)}"), ((*PROFILER, "other.py"), ""),
-                       ((*PROFILER, "train.py"), "")):  # fmt: skip
-        _, output, found = project.start(*words, "one", cut=cut)
-        begins.append(next(event["batch"] for event in found["one"] if event["kind"] == "batch"))
-    assert begins == [0, 0, 4], output

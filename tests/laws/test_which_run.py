@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,17 +20,16 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from syrupy.assertion import SnapshotAssertion
-from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lightning_faulttolerant import FlightRecorder
 from lightning_faulttolerant.cli import main as command_line
 from tests.damage import change_a_weight, cut_file
 from tests.laws.cuts import Cut
-from tests.laws.data_sets import HoldingDataset, NoisyDataset, StatefulSampler, counted
+from tests.laws.data_sets import HoldingDataset, NoisyDataset, StatefulSampler
 from tests.laws.events import write
-from tests.laws.features.starts import ChangesOnLoad, Scaled, SetsOptimizer, SetsOthers, stopping
-from tests.laws.rows import Net, Rows, rows_of
+from tests.laws.features.starts import ChangesOnLoad, SetsOptimizer, SetsOthers, stopping
+from tests.laws.rows import Net, Rows
 from tests.laws.starts import Script, Start, one, slow_half, told, trained, whole
 from tests.messages import plain
 
@@ -87,22 +86,6 @@ def evaluates(script: Script, *, is_killed: bool) -> None:
     write(script.root / f"{script.name}-draw.jsonl", "draw", value=torch.rand(1).item())
 
 
-class Probe(Callback):
-    """Trains another model at the end of each epoch."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        with torch.random.fork_rng():
-            self.script.fit(name=f"probe-{trainer.current_epoch}", seed=None, root="probes", max_epochs=1)
-
-
-def probing(cut: Cut | None = None) -> Start:
-    """Return a start whose fit has fits inside."""
-    return Start(fits=lambda script: script.fit(cut=cut, more=[Probe(script)], max_epochs=3))
-
-
 def loses_its_directory(root: Path) -> None:
     """Remove the working directory."""
     (root / "gone").mkdir()
@@ -113,15 +96,6 @@ def loses_its_directory(root: Path) -> None:
 def shows_whole_reports(_: Path) -> None:
     """Print them."""
     logging.getLogger("lightning_faulttolerant").setLevel(logging.DEBUG)
-
-
-class SetsMomentum(Scaled):
-    """Sets a momentum that no checkpoint has in this form."""
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        for state in self.trainer.optimizers[0].state.values():
-            state["exp_avg"].zero_()
 
 
 def writes(name: str, text: str) -> Any:
@@ -145,9 +119,6 @@ SCENARIOS: dict[str, list[Start]] = {
     "directories by the time, no seed": [one(AT, seed=None, root=TIMES[0]), one(seed=None, root=TIMES[1])],
     "directories by hand, no seed": [one(AT, seed=None, root="a"), one(seed=None, root="b")],
     "directories by the time, other seed": [one(AT, root=TIMES[0]), one(seed=8, root=TIMES[1])],
-    "directories by the time, other values": [
-        one(AT, root=TIMES[0], module=Named), one(root=TIMES[1], module=named(lr=0.5)),
-    ],
     "other dirpath": [one(AT, options={"dirpath": "saves-1"}), one(options={"dirpath": "saves-2"})],
     "no working directory": [one(AT, before=loses_its_directory), one()],
     "registry that can't be written": [one(AT, environment={"PL_FAULT_TOLERANT_REGISTRY": "/dev/null/runs"}), one()],
@@ -161,12 +132,7 @@ SCENARIOS: dict[str, list[Start]] = {
         one(argv=("--lr", "0.2")),
     ],
     "other checkout": [one(AT, path="/checkout-1/train.py"), one(**ALIKE)],
-    "other checkout, own registry": [
-        one(AT, path="/checkout-1/train.py"), one(**ALIKE, environment={"PL_FAULT_TOLERANT_REGISTRY": "DIR/own"}),
-    ],
-    "other checkout, other seed": [one(AT, path="/checkout-1/train.py"), one(**ALIKE, seed=8)],
     "other checkout, other data": [one(AT, path="/checkout-1/train.py"), one(**ALIKE, train=FOLDS[0])],
-    "other checkout, other arguments": [one(AT, path="/checkout-1/train.py"), one(**ALIKE, argv=("--lr", "2"))],
     "other checkout, other data of a data module": [
         one(AT, path="/checkout-1/train.py", data=MORE), one(**ALIKE, data=lambda: Rows(24)),
         one(path="/checkout-1/train.py", data=MORE),
@@ -175,7 +141,6 @@ SCENARIOS: dict[str, list[Start]] = {
     "script of the same name and content": [one(AT, **writes("one", "a")), one(**writes("two", "a"))],
     "script of the same name": [one(AT, **writes("one", "a")), one(**writes("two", "b"))],
     # Several fits.
-    "folds": [Start(fits=folds(None, Cut(at=AT))), Start(fits=folds(None, None, Cut(at=(0, 2)))), Start(fits=folds())],
     "folds in new directories": [Start(fits=folds(None, Cut(at=AT), root="1")), Start(fits=folds(root="2"))],
     "folds that are done are skipped": [
         Start(fits=folds(None, Cut(at=AT))), Start(fits=folds(numbers=range(1, 3))),
@@ -184,13 +149,9 @@ SCENARIOS: dict[str, list[Start]] = {
         Start(fits=lambda script: evaluates(script, is_killed=True)),
         Start(fits=lambda script: evaluates(script, is_killed=False)),
     ],
-    "fits inside a fit": [probing(), probing(Cut(at=(2, 2))), probing()],
     "more epochs": [one(AT, max_epochs=3), one((1, 1)), one(max_epochs=3)],
     # Changed runs.
     "other values": [one(AT, module=Named), one(module=named(lr=0.5)), one(module=Named)],
-    "other values, not strict": [one(AT, module=Named), one(module=named(lr=0.5), options={"strict": False})],
-    "other text": [one(AT, module=named(o={"name": "a"})), one(module=named(o={"name": "b"}))],
-    "value instead of None": [one(AT, module=named(name=None)), one(module=named(name="a"))],
     "accepted once": [
         one(AT, module=named(start=0, o={"times": {"a": 0}, "rate": 1})),
         one(module=named(start=1, o={"times": {"a": 1}, "rate": 1})),
@@ -201,9 +162,7 @@ SCENARIOS: dict[str, list[Start]] = {
     "accepted name with the same letters": [
         one(AT, module=named(started=1)), one(module=named(started=2), environment={ACCEPT: "hyperparameters.start"}),
     ],
-    "other data": [one(AT), one(train=rows_of(28))],
     "values that hooks set": [one((1, 2), module=SetsOptimizer, **HOOKS), one(module=SetsOptimizer, **HOOKS)],
-    "momentum that a hook sets": [one(AT, module=SetsMomentum), one(module=SetsMomentum)],
     "other accumulation": [one(AT), one(accumulate_grad_batches=2)],
 }  # fmt: skip
 
@@ -249,8 +208,6 @@ OTHER = one(prepares=True, path="other.py", seed=8, **saving("others"))
 STEP_2 = "checkpoints/step=2.ckpt"
 ARGS = named(args=argparse.Namespace(depth=3))
 CHECKPOINTS: dict[str, list[Start]] = {
-    "autosave is further": [one(AT, **saving(ckpt=newest)), one(**saving(ckpt=newest))],
-    "own file is further": [one(AT, **saving(every=100, ckpt=newest)), one(**saving(every=100, ckpt=newest))],
     "each in turn": [
         one(AT, **saving(every=100, ckpt=newest)), one((0, 5), **saving(ckpt=newest)),
         one((1, 1), **saving(every=100, ckpt=newest)), one(**saving(ckpt=newest)),
@@ -271,13 +228,11 @@ CHECKPOINTS: dict[str, list[Start]] = {
         one(AT, **saving(every=100)), one(before=changes(change_a_weight), **saving(every=100, ckpt=newest)),
     ],
     "unreadable file": [one(AT, **saving()), one(before=changes(cut_file), **saving(ckpt=STEP_2))],
-    "pretrained": [PRETRAINS, one((1, 2), ckpt="pretrained.ckpt"), one(ckpt="pretrained.ckpt")],
     "other pretrained": [PRETRAINS, one((1, 2), ckpt="pretrained.ckpt"), one(ckpt="other.ckpt")],
     "pretrained, then own file": [
         PRETRAINS, one((1, 3), **saving(every=100, ckpt="pretrained.ckpt")), one((1, 4), **saving(ckpt=newest)),
         one(**saving(ckpt="pretrained.ckpt")),
     ],
-    "last": [one(AT, **saving(ckpt="last")), one(**saving(ckpt="last"))],
     "last is further": [one(AT, **saving(every=100, ckpt="last")), one(**saving(every=100, ckpt="last"))],
     "last is refused": [
         one(AT, **saving(every=100, ckpt="last", module=ARGS)), one(**saving(every=100, ckpt="last", module=ARGS)),
@@ -290,12 +245,31 @@ CHECKPOINTS: dict[str, list[Start]] = {
         one(before=changes(cut_file, "last.ckpt"), **saving(every=100, ckpt="last")),
     ],
 }  # fmt: skip
-SCENARIOS |= CHECKPOINTS
+
+
+def sampled(num_workers: int = 0) -> DataLoader[Any]:
+    """Return a loader over a data set with generators; its sampler keeps the position."""
+    return DataLoader(HoldingDataset(), batch_size=4, sampler=StatefulSampler(), num_workers=num_workers)
+
+
+MANUAL: dict[str, Any] = {"environment": {"PL_FAULT_TOLERANT_TRAINING": "manual"}}
+POSITIONS = {
+    "own sampler": [
+        one(AT, train=sampled, **MANUAL),
+        one((1, 2), train=sampled, **MANUAL),
+        one(train=sampled, **MANUAL),
+    ],
+    "workers run ahead": [one(train=lambda: sampled(2), **MANUAL)],
+}
+SCENARIOS |= CHECKPOINTS | POSITIONS
 
 
 @pytest.mark.parametrize("name", slow_half(SCENARIOS))
 def test_which_run(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """A start continues the interrupted run that it belongs to, begins its own, or is refused; and says so."""
+    """A start continues the interrupted run that it belongs to, begins its own, or is refused; and says so.
+
+    With ``manual``, the user's objects keep the positions, and what keeps none is refused; nothing is wrapped.
+    """
     assert told(tmp_path, SCENARIOS[name]) == snapshot
 
 
@@ -336,13 +310,12 @@ def test_run_in_use(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     assert plain("\n".join(said), DIR=tmp_path, HOST=os.uname().nodename) == snapshot
 
 
-@pytest.mark.parametrize("root", ["1", "2"])
-def test_start_that_waits_continues(root: str, tmp_path: Path) -> None:
+def test_start_that_waits_continues(tmp_path: Path) -> None:
     """A second start waits until the first one, which gets a signal, has ended; then it continues it, anywhere."""
     script = Script(tmp_path)
     with script.running(WAITING) as first:
         wait_until((tmp_path / "started").exists)
-        with script.running(one(root=root, options={"grace_seconds": 600.0})) as second:
+        with script.running(one(root="2", options={"grace_seconds": 600.0})) as second:
             wait_until(lambda: "Waiting up to 600 s for it to end" in script.output())
             os.kill(first, TERM)
             (tmp_path / "go").touch()
@@ -350,28 +323,13 @@ def test_start_that_waits_continues(root: str, tmp_path: Path) -> None:
     assert trained(script.fits()["fit"], whole([one()])["fit"]) == "0:2 to 1:5, as uninterrupted, to the end"
 
 
-def test_discarded_run_starts_over(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """An interrupted run is listed wherever it is, and starts over after a discard, which leaves others alone."""
-    script, said = Script(tmp_path), ""
-    script.start(one(AT)), script.start(one(AT, argv=("--lr", "2"), root="2"))
-    [name] = [path.name for path in tmp_path.glob("runs/fault_tolerance/*")]
-    for start in (call("list"), call("discard", name), call("list"), call("discard", name), call("discard", "nobody"),
-                  one(), one(argv=("--lr", "2"), root="3")):  # fmt: skip
-        said += f"({script.start(start)}) {trained(script.fits().get('fit', []))}\n{script.said()}\n"
-    assert plain(said, DIR=tmp_path) == snapshot
-
-
 RESUME_FROM = "PL_FAULT_TOLERANT_RESUME_FROM"
 
 
-class Tuned(Net):
+class Tuned(Named):
     """Has hyperparameters of each kind that a script changes."""
 
     values: Any = MappingProxyType({"lr": 0.01, "gamma": 0.9, "name": "first"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.save_hyperparameters({**self.values})
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
@@ -422,7 +380,6 @@ BRANCHES: dict[str, list[Start]] = {
         branch(max_epochs=3, before=loses_parent),
     ],
     "step that is not kept": [branch(), branch("4")],
-    "place that is not kept": [branch(), branch("0:1")],
     "without a parent": [branch("3")],
     "plain start": [branch(), branch("3", (0, 5)), branch()],
 }  # fmt: skip
@@ -438,69 +395,3 @@ def test_branches(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     lines = [line for line in capsys.readouterr().out.splitlines() if any(part in line for part in parts)]
     lines = [re.sub(", [a-z ]+$", "", line) for line in lines if "Chapter" not in line]  # it may seem to run
     assert re.sub(r"-[0-9a-f]{8}\b", "-ID", plain("\n".join([text, *lines]))) == snapshot
-
-
-def test_the_parent_stays_as_it_is(tmp_path: Path) -> None:
-    """Its files are the same bytes after a branch, killed in between, has ended."""
-    script = Script(tmp_path)
-    script.start(branch())
-    files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    before = {path: path.read_bytes() for path in files}
-    for cut, code in (((1, 0), -signal.SIGKILL), (None, 0)):
-        assert script.start(branch("3", cut)) == code, script.output()
-    assert {path: path.read_bytes() for path in files} == before
-
-
-class StatefulBatches:
-    """A loader that is not torch's: yields noisy batches, and continues where its state says."""
-
-    def __init__(self) -> None:
-        self.data, self.sampler = NoisyDataset(), StatefulSampler()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        batch = []
-        for index in self.sampler:
-            batch.append(self.data[index])
-            if len(batch) == 4:
-                yield torch.stack(batch)
-                batch = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sampler.load_state_dict(state["sampler"])
-
-
-def sampled(num_workers: int = 0) -> DataLoader[Any]:
-    """Return a loader over a data set with generators; its sampler keeps the position."""
-    return DataLoader(HoldingDataset(), batch_size=4, sampler=StatefulSampler(), num_workers=num_workers)
-
-
-class Looks(Callback):
-    """Prints what the trainer iterates over."""
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        print("trains on", type(trainer.train_dataloader).__qualname__)
-
-
-MANUAL: dict[str, Any] = {"environment": {"PL_FAULT_TOLERANT_TRAINING": "manual"}}
-LOOKS: dict[str, Any] = {"train": StatefulBatches, "callbacks": Looks, **MANUAL}
-POSITIONS = {
-    "own loader": [one(AT, **LOOKS), one(**LOOKS)],
-    "own sampler": [
-        one(AT, train=sampled, **MANUAL),
-        one((1, 2), train=sampled, **MANUAL),
-        one(train=sampled, **MANUAL),
-    ],
-    "own sampler and data set": [one(AT, train=counted, **MANUAL), one(train=counted, **MANUAL)],
-    "nobody keeps the position": [one(train=rows_of(24), **MANUAL)],
-    "workers run ahead": [one(train=lambda: sampled(2), **MANUAL)],
-    "samples are not seeded": [one(train=StatefulBatches, options={"worker_rng": "per_sample"}, **MANUAL)],
-}
-
-
-@pytest.mark.parametrize("name", slow_half(POSITIONS))
-def test_manual(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """With ``manual``, the user's objects keep the positions, and what keeps none is refused; nothing is wrapped."""
-    assert told(tmp_path, POSITIONS[name]) == snapshot

@@ -64,16 +64,6 @@ def pool(context: str) -> None:
         print(list(executor.map(train, FITS)))
 
 
-def spawned() -> None:
-    """Train in processes one after the other."""
-    for name in FITS:
-        process = multiprocessing.get_context("spawn").Process(target=train, args=(name,))
-        process.start()
-        process.join()
-        if process.exitcode:
-            sys.exit(f"failed: {process.exitcode}")
-
-
 def joblib() -> None:
     """Train in workers of joblib."""
     from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -137,7 +127,7 @@ def optuna() -> None:
 
 MAINS: dict[str, Callable[[], object]] = {
     "one": lambda: train("one"), "loop": loop, "fork": lambda: pool("fork"), "spawn": lambda: pool("spawn"),
-    "spawned": spawned, "joblib": joblib, "ray": ray, "submitit": submitit, "hydra": hydra, "optuna": optuna,
+    "joblib": joblib, "ray": ray, "submitit": submitit, "hydra": hydra, "optuna": optuna,
 }  # fmt: skip
 
 if __name__ == "__main__":
