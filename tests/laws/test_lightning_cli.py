@@ -114,6 +114,19 @@ def test_lightning_cli(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -
     assert "\n".join([text, *configurations(tmp_path)]) == snapshot
 
 
+@pytest.mark.slow
+def test_autosave_as_ckpt_path(tmp_path: Path) -> None:
+    """`validate` and `fit` accept an autosave of a model with hyperparameters; validation saves none."""
+    script = Script(tmp_path)
+    script.start(start(cut=kill(0, 3), logger=False))
+    found = script.autosaves()
+    path = f"--ckpt_path={found[-1]}"
+    assert script.start(start(path, "--trainer.default_root_dir=a", command="validate", logger=False)) == 0
+    assert script.autosaves() == found
+    assert script.start(start(path, "--trainer.default_root_dir=b", logger=False)) == 0
+    assert "Resumed exactly" in script.said()
+
+
 # Each argument, as written in YAML.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "dirpath": ("/here", "s3://bucket/folder", "null"), "run_id": ("mine", "null"), "keep_last": ("3",),

@@ -23,12 +23,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tests.faulty_files import FullDisk
-from tests.laws.conftest import Whole
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.ranks import FOR_RANKS, Apart, InShards, Slowly, batches, fsdp2, rank_here
 from tests.laws.rows import Group, Net, Row, rows_of
 from tests.laws.runs import Training, assert_continues
+from tests.laws.wholes import whole_of
 from tests.messages import plain
 
 pytestmark = FOR_RANKS
@@ -179,7 +179,7 @@ CASES = {
 }
 
 
-def ranks_continue(whole_of: Whole, group: Group, cuts: list[Cut], root: Path, num_ranks: int = 2) -> None:
+def ranks_continue(group: Group, cuts: list[Cut], root: Path, num_ranks: int = 2) -> None:
     """Check the law on several ranks."""
     whole = whole_of(group, num_ranks=num_ranks)
     assert_continues(whole, Training(group=group, root=root, num_ranks=num_ranks, more=lambda: [Slowly()]), cuts)
@@ -188,10 +188,10 @@ def ranks_continue(whole_of: Whole, group: Group, cuts: list[Cut], root: Path, n
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.is_quick else pytest.mark.slow) for name, case in CASES.items()]
 )
-def test_ranks_continue(name: str, tmp_path: Path, whole_of: Whole) -> None:
+def test_ranks_continue(name: str, tmp_path: Path) -> None:
     """Killed one by one or together, or stopped by a signal to one, ranks continue each with its own state."""
     case = CASES[name]
-    ranks_continue(whole_of, Group(rows=case.rows), case.cuts, tmp_path, case.num_ranks)
+    ranks_continue(Group(rows=case.rows), case.cuts, tmp_path, case.num_ranks)
 
 
 RARELY = {"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
@@ -206,7 +206,7 @@ STOPS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "another rank" else pytest.mark.slow) for name in STOPS]
 )
-def test_stop_of_one_rank(name: str, tmp_path: Path, whole_of: Whole) -> None:
+def test_stop_of_one_rank(name: str, tmp_path: Path) -> None:
     """Whichever rank gets the signal, all save at one boundary and end with its code; no batch runs twice."""
     validation = replace(batches(), validation=rows_of(160, shuffle=False))
     group = Group(rows=(APART, validation, replace(WINDOW, repeats=0), Row(name="rarely", options=RARELY)))
@@ -278,7 +278,7 @@ def test_what_ranks_are_told(name: str, tmp_path: Path, snapshot: SnapshotAssert
 @pytest.mark.parametrize(
     ("row", "full", "options"), [(APART, 0, {"async_save": True}), (SHARDS, 1, {})], ids=["in the background", "shard"]
 )
-def test_full_disk_of_one_rank(row: Row, full: int, options: dict[str, Any], tmp_path: Path, whole_of: Whole) -> None:
+def test_full_disk_of_one_rank(row: Row, full: int, options: dict[str, Any], tmp_path: Path) -> None:
     """If one rank can't write for a while, all learn of it, none hangs, and all resume exactly afterwards."""
     group = Group(rows=(row, batches()))
     training = Training(group=group, root=tmp_path, num_ranks=2, more=lambda: [FullDisk(2, 5, rank=full)])

@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant import FlightRecorder
 from tests.emulators import EMULATORS, WARNING
-from tests.laws.conftest import Whole
 from tests.laws.cuts import At, Cut, on_sync
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.events import Broken, slice_of
@@ -34,6 +33,7 @@ from tests.laws.features.any_iterables import ReadsAhead
 from tests.laws.features.data_modules import Counts
 from tests.laws.rows import Group, Net, Row, rows_of
 from tests.laws.runs import Start, Training, assert_continues
+from tests.laws.wholes import whole_of
 
 SHUFFLED = Row(name="shuffled", train=rows_of(24))
 WORKERS = Row(name="two workers", train=rows_of(32, num_workers=2))
@@ -131,7 +131,7 @@ def no_room(mark: Path, in_background: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_multiples_are_counted_from_the_beginning_of_the_run(tmp_path: Path, whole_of: Whole) -> None:
+def test_multiples_are_counted_from_the_beginning_of_the_run(tmp_path: Path) -> None:
     """A run that is killed resumes from its newest autosave, kept or not, and keeps what it keeps uninterrupted."""
     training = Training(group=PLAIN, root=tmp_path, more=lambda: [FlightRecorder(rule=None, keep_every=4)])
     assert_continues(whole_of(PLAIN), training, [Cut(at=(0, 4)), Cut(at=(0, 5)), Cut(at=(1, 3))])
@@ -172,7 +172,7 @@ CHANGES = {"incremental": True}
 IN_BACKGROUND = {"async_save": True}
 
 
-def assert_stored(whole_of: Whole, root: Path, **options: Any) -> None:
+def assert_stored(root: Path, **options: Any) -> None:
     """Check the law with these options."""
     repeats = 12 if "async_save" in options else 1
     group = Group(rows=(*PLAIN.rows, Row(name="options", options=options, repeats=repeats)))
@@ -180,27 +180,27 @@ def assert_stored(whole_of: Whole, root: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [CHANGES, {**CHANGES, **IN_BACKGROUND, "keep_last": 1}], ids=str)
-def test_on_a_disk(options: dict[str, Any], tmp_path: Path, whole_of: Whole) -> None:
+def test_on_a_disk(options: dict[str, Any], tmp_path: Path) -> None:
     """However a save is written, the run continues from it exactly."""
-    assert_stored(whole_of, tmp_path, **options)
+    assert_stored(tmp_path, **options)
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(IN_BACKGROUND, marks=pytest.mark.slow)], ids=str)
-def test_in_a_store(s3: str, options: dict[str, Any], tmp_path: Path, whole_of: Whole) -> None:
+def test_in_a_store(s3: str, options: dict[str, Any], tmp_path: Path) -> None:
     """A run below a URL continues exactly, and so does one that is killed during an upload."""
-    assert_stored(whole_of, tmp_path, dirpath=f"{s3}/run", **options)
+    assert_stored(tmp_path, dirpath=f"{s3}/run", **options)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings(WARNING)
 @pytest.mark.parametrize("name", sorted(EMULATORS))
-def test_in_each_store(emulated: Callable[[str], str], name: str, tmp_path: Path, whole_of: Whole) -> None:
+def test_in_each_store(emulated: Callable[[str], str], name: str, tmp_path: Path) -> None:
     """The same holds in Azure's store, in Google's, and in another S3."""
-    assert_stored(whole_of, tmp_path, dirpath=f"{emulated(name)}/run")
+    assert_stored(tmp_path, dirpath=f"{emulated(name)}/run")
 
 
 @pytest.mark.parametrize("num_damaged", [1, 2])
-def test_damaged_autosaves(num_damaged: int, tmp_path: Path, whole_of: Whole) -> None:
+def test_damaged_autosaves(num_damaged: int, tmp_path: Path) -> None:
     """A damaged autosave costs the work of one interval; if all are damaged, that is an error, not a fresh start."""
     [whole] = whole_of(PLAIN)
     training = Training(group=Group(rows=(*PLAIN.rows, Row(name="changes", options=CHANGES))), root=tmp_path)
@@ -296,7 +296,7 @@ ENDS: dict[str, tuple[Row, Cut | Callback | None, int, dict[str, Any], tuple[int
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_what_an_end_costs(name: str, tmp_path: Path, whole_of: Whole) -> None:
+def test_what_an_end_costs(name: str, tmp_path: Path) -> None:
     """A stop saves the finished batches, and so does an error before the step; after it, the last autosave counts."""
     row, end, code, options, place = ENDS[name]
     training = Training(group=Group(rows=(row,)), root=tmp_path)
@@ -321,7 +321,7 @@ class Dies(Callback):
         setattr(self, hook, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def test_killed_while_it_resumes(tmp_path: Path, whole_of: Whole) -> None:
+def test_killed_while_it_resumes(tmp_path: Path) -> None:
     """However often that happens, the autosaves stay as they are, and the run continues from the newest."""
     training = Training(group=PLAIN, root=tmp_path)
     training.start(Cut(at=(0, 3)))
@@ -331,10 +331,10 @@ def test_killed_while_it_resumes(tmp_path: Path, whole_of: Whole) -> None:
         assert training.start().codes == [-signal.SIGKILL]
         assert autosaves(tmp_path) == before
     training.more = list
-    assert_rest(training, whole_of, (0, 3))
+    assert_rest(training, (0, 3))
 
 
-def assert_rest(training: Training, whole_of: Whole, place: tuple[int, int]) -> None:
+def assert_rest(training: Training, place: tuple[int, int]) -> None:
     """Check that the last start does the rest of the whole run, from a batch on."""
     last = training.finished()
     assert first_batch(last) == place
@@ -362,7 +362,7 @@ class Writes:
                 self.act()
 
 
-def test_killed_while_a_thread_writes(tmp_path: Path, whole_of: Whole) -> None:
+def test_killed_while_a_thread_writes(tmp_path: Path) -> None:
     """A kill before a file is in place costs the training since the previous autosave."""
     group = Group(rows=(SHUFFLED, Row(name="options", options=IN_BACKGROUND, repeats=12)))
     training = Training(group=group, root=tmp_path, before=on_sync(Writes(7, 13, act=kill)))
@@ -370,7 +370,7 @@ def test_killed_while_a_thread_writes(tmp_path: Path, whole_of: Whole) -> None:
     assert_continues(whole_of(PLAIN), training, [never, never])
 
 
-def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path, whole_of: Whole) -> None:
+def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
     """A stop reports the write that failed in the background, and saves its own state."""
     stopped = threading.Event()
 
@@ -388,7 +388,7 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path, whole_of: Whole) 
     assert start.codes == [143], start.output
     assert training.said("could not be written in the background")
     training.before, training.more = None, list
-    assert_rest(training, whole_of, (0, 4))
+    assert_rest(training, (0, 4))
 
 
 # Errors of a save.
@@ -468,7 +468,7 @@ def test_what_is_said_while_a_disk_is_full(name: str, tmp_path: Path, snapshot: 
     assert re.sub(r"\d+ saves?", "SOME saves", training.said("saved", "Autosaves")) == snapshot
 
 
-def test_disk_that_is_full_when_it_is_killed(tmp_path: Path, whole_of: Whole) -> None:
+def test_disk_that_is_full_when_it_is_killed(tmp_path: Path) -> None:
     """Killed while the disk is full, or after that, a run continues exactly from what could be saved."""
     group, full = Group(rows=(*PLAIN.rows, Row(name="options", options=IN_BACKGROUND, repeats=12))), tmp_path / "full"
     training = Training(group=group, root=tmp_path, before=on_sync(functools.partial(no_room, full)))

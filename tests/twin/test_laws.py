@@ -16,11 +16,11 @@ LAWS = [
     "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_of_an_interrupted_run",
     "laws.test_saving.test_what_an_end_costs",
-    "laws.test_evaluation.test_script_of_several_functions",
+    "laws.test_evaluation.test_scripts_of_several_functions",
     "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
-    "laws.test_files.test_files_in_the_directory_of_the_logger",
+    "laws.test_files.test_files_stay_with_the_first_start",
     "laws.test_files.test_start_from_its_own_file",
     "laws.test_ranks.test_ranks_continue",
     "laws.test_ranks.test_stop_of_one_rank",
