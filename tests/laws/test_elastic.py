@@ -254,10 +254,6 @@ UNEQUAL: dict[str, list[Leg]] = {
         Leg(num_ranks=1, cut=at(0, 2, by=TERM), trainer={"accumulate_grad_batches": 2}),
         Leg(num_ranks=2, trainer={"accumulate_grad_batches": 2}, code=1),
     ],
-    "a limit that counts batches": [
-        Leg(num_ranks=2, cut=at(0, 1), trainer={"limit_train_batches": 3}),
-        Leg(num_ranks=1, trainer={"limit_train_batches": 3}, code=1),
-    ],
     "in validation": [Leg(num_ranks=1, cut=IN_VALIDATION, options={}), Leg(num_ranks=2, options={}, code=1)],
     "shards in a window": [
         Leg(num_ranks=2, cut=at(0, 2, by=TERM), module=IndexedInShards, trainer=in_shards(2, accumulate=8)),

@@ -150,31 +150,6 @@ def test_start_from_its_own_file(name: str, tmp_path: Path) -> None:
     assert {name: content for name, content in found.items() if name in expected or name != kept} == expected
 
 
-CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "directory": (lambda: CSVLogger("one"), lambda: CSVLogger("two")),
-    "deleted rows": (lambda: CSVLogger("."), lambda: CSVLogger(".")),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_loggers_are_told(change: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """A logger that writes elsewhere, or whose rows are gone, does not keep the run from its resume, and is told."""
-    first, then = CHANGES[change]
-    training = Training(group=Group(rows=(Row(name="first", trainer={"logger": first}),)), root=tmp_path / "run")
-    cut = Cut(at=(0, 3))
-    assert training.start(cut).codes == [cut.exit_code]
-    [rows] = training.root.rglob("metrics.csv")
-    before = rows.read_text()
-    if change.startswith("deleted"):
-        rows.unlink()
-    training.group = Group(rows=(Row(name="then", trainer={"logger": then}),))
-    output = training.finished().output
-    lines = plain(output, DIR=training.root).splitlines()
-    said = [line for line in lines if "Logger#0" in line or "rows" in line or "anymore" in line]
-    assert "\n".join(said) == snapshot
-    assert change.startswith("deleted") or rows.read_text() == before
-
-
 class Own(ModelCheckpoint):
     """Runs its own code after Lightning's part."""
 

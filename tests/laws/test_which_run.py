@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -357,28 +356,10 @@ def branch(resume_from: str = "", cut: Any = None, **more: Any) -> Start:
     return one(cut, environment=environment, companions=keeping, **{"module": Tuned, "seed": None, **more})
 
 
-def from_path(root: Path) -> None:
-    """Name the last state of the first branch by its path."""
-    if not (root / "name").exists():
-        [found] = (root / "runs/fault_tolerance").glob("*-from-3/fit-1/kept/*epoch=1-batch=3*")
-        (root / "name").write_text(str(found))
-    os.environ[RESUME_FROM] = (root / "name").read_text()
-
-
-def loses_parent(root: Path) -> None:
-    """Name it, and remove all autosaves of the parent."""
-    from_path(root)
-    shutil.rmtree(Path(os.environ[RESUME_FROM]).parents[1])
-
-
 RETUNED: dict[str, Any] = {"module": Retuned, "max_epochs": 3}
 BRANCHES: dict[str, list[Start]] = {
     "repeats its parent": [branch(), branch("3", (1, 1)), branch("3")],
     "changed": [branch(), branch("1:3", (1, 5), **RETUNED), branch("1:3", **RETUNED)],
-    "of a branch": [
-        branch(), branch("3"), branch(cut=(2, 0), max_epochs=3, before=from_path),
-        branch(max_epochs=3, before=loses_parent),
-    ],
     "step that is not kept": [branch(), branch("4")],
     "without a parent": [branch("3")],
     "plain start": [branch(), branch("3", (0, 5)), branch()],
