@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: night versions help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest faults soak checks lint types compiled format clean
+.PHONY: night versions help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest soak checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -116,15 +116,6 @@ try-installs:
 
 slow: compiled $(LIBRARIES) $(STORES)
 	$(BIN)/$(SUITE) -m slow --part $(PART) $(PYTEST_ARGS)
-
-# The number of faults, and the seed that decides when they come.
-FAULT_TRIALS ?= 240
-ifndef FAULT_SEED
-FAULT_SEED := $(shell date +%s)
-endif
-faults: $(NEWEST)  ## let each kind of fault come at random moments of supervised runs (20 minutes; needs root)
-	@echo "make faults FAULT_TRIALS=$(FAULT_TRIALS) FAULT_SEED=$(FAULT_SEED)"
-	$(BIN)/$(SUITE) tests/cli/supervise/test_faults.py --fault-trials=$(FAULT_TRIALS) --fault-seed=$(FAULT_SEED) $(PYTEST_ARGS)
 
 # Pieces of the night that run on any day: make night PIECES="soak 'slow 2'"
 PIECES ?=

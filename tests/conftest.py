@@ -40,13 +40,9 @@ _PART_BYTES = 5 * 1024 * 1024
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of `make quick` and `make faults`."""
+    """Add the options of `make quick` and of the pieces of a night."""
     parser.addoption("--one-of-each-law", action="store_true", help="only the first fast case of each law")
     parser.addoption("--part", default="0/1", help="only every so manieth test of a file: 2/6 is the third of each six")
-    parser.addoption(
-        "--fault-trials", type=int, default=0, help="how many faults of tests/cli/supervise/test_faults.py"
-    )
-    parser.addoption("--fault-seed", type=int, default=1, help="at which moments they come")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is applied

@@ -32,16 +32,6 @@ def test_the_version_stands_in_one_place() -> None:
     assert newest[1] == ("Unreleased" if ".dev" in version else version)
 
 
-def test_without_being_installed_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy on the path alone reports an unknown version as a missing attribute."""
-
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert not hasattr(lightning_faulttolerant, "__version__")
-
-
 def test_the_metadata_is_what_an_installer_needs() -> None:
     """The package requires both Lightning packages in a supported version, torch, torchmetrics, fsspec, and no more.
 
@@ -85,12 +75,6 @@ def test_the_public_list_is_what_is_visible() -> None:
     assert visible == {name for name in listed if not name.startswith("_")}
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A lazy lookup of a name that does not exist fails as in any module, and names it."""
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = lightning_faulttolerant.no_such_name
-
-
 PARTS = ("", ".checkpoint", ".loader", ".samplers", ".state", ".testing.exactness", ".twin")
 
 
@@ -100,17 +84,6 @@ def test_the_parts_load_without_lightning() -> None:
         "import importlib, sys\n"
         f"for part in {PARTS}: importlib.import_module('lightning_faulttolerant' + part)\n"
         "sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.slow
-def test_a_fit_loads_streaming_data_sets_only_if_it_has_one() -> None:
-    """A fit without a stream starts without the modules of streams, which take time to import."""
-    program = (
-        "import sys, lightning_faulttolerant.trainer.served, lightning_faulttolerant.streaming as streaming;"
-        "sys.exit(streaming.is_stream(0) or streaming.is_loader_class(int)"
-        " or 'lightning_faulttolerant.streaming.dataset' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -15,7 +15,7 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, bases_in
-from lightning_faulttolerant.checkpoint.contents import list_files, sum_files, write_manifest
+from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -93,20 +93,6 @@ def with_manifests(directory: Path) -> None:
         saver.symlink_latest(folder)
     (folder / "weights.bin").write_bytes(b"457")
     AtomicDirectory(directory / "atomic", is_master=True).latest()
-
-
-def shards(directory: Path) -> None:
-    """Save four directories of shards: one is damaged, one has lost its manifest; another one is Lightning's own."""
-    series = AutosaveSeries(directory / "run" / "fit-1", keep_last=100)
-    paths = []
-    for step in range(1, 5):
-        begun = series.begin_directory(epoch=0, batch=step)
-        content = checkpoint(step=step, batch=step, world_size=2)
-        torch.save({key: content[key] for key in content if key != "state_dict"}, Path(begun, METADATA_NAME))
-        Path(begun, SHARD).write_bytes(bytes([step]) * 1000)
-        paths.append(Path(series.commit_directory(begun, sum_files(begun, list_files(begun)))))
-    (paths[2] / SHARD).write_bytes(bytes(1000))
-    (paths[3] / MANIFEST_NAME).unlink()
     foreign_folder = directory / "checkpoints" / "epoch=1.ckpt"
     foreign_folder.mkdir(parents=True)
     torch.save({"epoch": 1, "global_step": 7}, foreign_folder / METADATA_NAME)
@@ -128,7 +114,6 @@ LAYOUTS: dict[str, Callable[[Path], Any]] = {
     "damaged": damaged,
     "without checksums": without_checksums,
     "with manifests": with_manifests,
-    "shards": shards,
     "nothing": lambda directory: save(directory / ".hidden" / "a.ckpt"),
     "strange": strange,
 }
@@ -136,7 +121,6 @@ STATUSES = {  # of list, verify, and prune
     "damaged": (0, 1, 0),
     "without checksums": (0, 1, 0),
     "with manifests": (0, 1, 0),
-    "shards": (0, 1, 0),
     "nothing": (1, 1, 0),
     "strange": (2, 2, 2),
 }

@@ -57,11 +57,6 @@ ACCOUNTS = {
         Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).alive()
         .begin().start(resumed=0, batch=1).train(10).end(),
         training=110, saving=1, redone=25),
-    "a process that saved nothing is lost whole": row(
-        Story().begin().start().train(10).autosave().train(5).alive()
-        .begin().start(resumed=0, batch=1).train(20).alive()
-        .wait(1).begin().start(resumed=0, batch=1).train(30).end(),
-        training=40, redone=25, down=1),
     "a run killed before its first autosave begins again": row(
         Story().begin().start().train(8).alive().wait(2).begin(since=1).start().train(9).end(),
         redone=8, training=9, down=1, restarting=1),
@@ -79,9 +74,6 @@ ACCOUNTS = {
         Story().begin().start().train(10, 10).alive().train(10, 10).alive().train(10, 10).alive()
         .begin().start(resumed=0, name="hpc_ckpt_1.ckpt", batch=25).train(5).end(),
         training=25, redone=10),
-    "data is no progress": row(
-        Story().begin().start().train(70).data(20).alive().train(5).data(5).end().done(),
-        training=75, data=25),
     "data of work that is done again is part of it": row(
         Story().begin().start().train(70).data(20).autosave(seconds=1).train(10).data(10).alive()
         .begin().start(resumed=0, batch=1).train(30).data(3).end().done(),
@@ -98,11 +90,6 @@ ACCOUNTS = {
         Story().begin().start().train(100).autosave().train(6).alive().wait(300).train(2).autosave().end("SystemExit")
         .wait(1).begin(hang=(1106, 1406)).start(resumed=0, batch=2).train(10).end().done(),
         training=118, hung=300, down=1),
-    "a hang of an earlier process counts once": row(
-        Story().begin().start().train(100).autosave().end("ValueError")
-        .wait(60).begin(hang=(1100, 1150)).start(resumed=0, batch=1).train(10).autosave().alive()
-        .wait(60).begin(hang=(1100, 1150)).start(resumed=0, batch=1).train(10).autosave().alive(),
-        training=120, hung=50, down=70),
     "validation has its own time, without the autosaves that it waits for": row(
         Story().begin().start().train(100).validate(30, 9, ends=False).autosave(seconds=2).validate(10).train(50)
         .validate(5).end().done(),
@@ -120,10 +107,6 @@ ACCOUNTS = {
         .autosave(seconds=1, taken=1100.0, num_validated=0).end(SIGTERM)
         .begin().start(resumed=0, batch=1, evaluated=0).validate(50, 15).end().done(),
         (2, 9, False), training=100, evaluation=50, saving=1, redone=30),
-    "a whole validation run after the autosave is lost": row(
-        Story().begin().start().train(50).validate(10, 3).autosave().train(20).validate(10, 3).alive()
-        .begin().start(resumed=0, batch=1).train(20).validate(10, 3).end().done(),
-        (2, 3, True), training=70, evaluation=20, redone=30),
     "batches that ran three times are counted twice": row(
         Story().begin().start().validate(5, 5, ends=False).autosave().validate(9, 9, ends=False).alive()
         .begin().start(resumed=0, evaluated=5).validate(4, 4, first=5, ends=False).alive()
@@ -169,16 +152,6 @@ def test_evaluation_that_runs_from_its_start_again_is_the_same_chapter() -> None
     assert [each.num_again for each in found.continued] == [40]
 
 
-def test_segments_are_where_they_were() -> None:
-    """Training waited when the state of a background save was taken, not when it was written."""
-    found = told(Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).end())
-    assert [(each.kind, each.seconds) for each in found.segments] == [
-        ("training", 100),
-        ("saving", 1),
-        ("training", 25),
-    ]
-
-
 def test_shares_of_an_account() -> None:
     """Goodput is what counts of the whole, or of the time in which a process was there."""
     account = Account(training=100, evaluation=10, data=5, redone=6, hung=300, down=4.5, restarting=2.5)
@@ -186,10 +159,6 @@ def test_shares_of_an_account() -> None:
     assert (account.goodput, account.goodput_while_up) == (110 / 428, 110 / 423.5)
     assert (Account().total, Account().goodput, Account().goodput_while_up) == (0, 0, 0)
     assert report_of(history_of([]), run_id="run", path="run", made=0.0) is None
-    story = Story().begin().start().train(5).end().done().begin().start().train(9).end().done()
-    report = report_of(history_of(story.lines), run_id="run", path="/runs/run", made=story.now, is_whole=True)
-    assert report is not None
-    assert [chapter.account.training for chapter in report.chapters] == [5, 9]
 
 
 _anything = st.one_of(

@@ -52,13 +52,3 @@ def test_a_spike_needs_losses_to_compare_with() -> None:
         bool(what_happened(step(loss, [1.0] * number), "spike")) for loss, number in ((9, 19), (9, 20), (1.05, 20))
     ]
     assert found == [False, True, False]
-
-
-def test_a_function_decides_alone() -> None:
-    """It gets the step, and what it says counts, also for a loss that is not finite."""
-
-    def large(one: MeasuredStep) -> bool:
-        return (one.gradient_norm or 0) > 10
-
-    assert "large says so; the loss is 2.0" in what_happened(step(2.0, gradient_norm=11.0), large)
-    assert not what_happened(step(math.nan), large)

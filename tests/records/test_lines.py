@@ -1,4 +1,4 @@
-"""Lines, ledgers, and the requests of a replay are read back as they were written, whole or torn."""
+"""Lines are read back as they were written, whole or torn, and steps are named."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ import pytest
 
 from lightning_faulttolerant.records.ledger import path_of_rank
 from lightning_faulttolerant.records.lines import LineFile, append_line, each_line, parse_lines, read_lines
-from lightning_faulttolerant.records.requests import (
-    RAISED,
-    REPLAY_VARIABLE,
-    ReplayOutcome,
-    ReplayRequest,
-    ReplayStart,
-    StepPlace,
-    read_outcomes,
-    read_start,
-    replay_requested,
-    write_outcome,
-    write_start,
-)
+from lightning_faulttolerant.records.requests import StepPlace
 
 
 @pytest.mark.parametrize("kept", range(1, 12))
@@ -52,20 +40,6 @@ def test_processes_add_to_a_file_that_each_keeps_open(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-5])
     assert read_lines(path) == [{"number": number} for number in range(3)]
     assert [path_of_rank("a.jsonl", rank) for rank in (0, 11)] == ["a.jsonl", "a.jsonl.rank-11"]
-
-
-def test_requests_and_reports_of_a_replay_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """A process reads what the command has requested, and the command what the process reports, once it has."""
-    request = ReplayRequest(directory=str(tmp_path), fit=2, since=StepPlace(epoch=1, batch=2), dumps="/dump")
-    assert replay_requested({REPLAY_VARIABLE: request.to_json()}) == request
-    assert request.is_of_exception
-    assert replay_requested({}) is read_start(request) is None
-    start = ReplayStart(run="/run", number=9, exception="ValueError: no", place=StepPlace(epoch=1, batch=2))
-    write_start(request, start)
-    assert read_start(request) == start
-    outcome = ReplayOutcome(word=RAISED, place=StepPlace(number=3, epoch=0, batch=3), text="ValueError: no")
-    write_outcome(request, 1, outcome)
-    assert read_outcomes(request) == {1: outcome}
 
 
 @pytest.mark.parametrize("limit", ["10", "1:2"])

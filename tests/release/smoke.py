@@ -2,8 +2,8 @@
 
     cd $(mktemp -d) && python -I smoke.py
 
-It trains, kills, and resumes a script that does not mention the package, by the environment variable. Then it uses the
-callback and the checkpoint plugin. It uses `pytorch_lightning` if that is the only one installed.
+It trains, kills, and resumes a script that does not mention the package, by the environment variable. It
+uses `pytorch_lightning` if that is the only one installed.
 """
 
 from __future__ import annotations
@@ -78,30 +78,6 @@ def try_the_environment_variable(directory: Path) -> None:
     assert weights[0] in resumed, whole + resumed
 
 
-def try_in_a_trainer(directory: Path) -> None:
-    """Check that the callback and the checkpoint plugin work in one Trainer, and that the written file verifies."""
-    from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
-
-    lightning = importlib.import_module(LIGHTNING)
-    boring_model = importlib.import_module(f"{LIGHTNING}.demos.boring_classes").BoringModel()
-    callback = FaultTolerance(directory / "autosaves", every_n_train_steps=1)
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        limit_train_batches=3,
-        limit_val_batches=1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=directory,
-        callbacks=[callback],
-        plugins=[AtomicCheckpointIO()],
-    )
-    trainer.fit(boring_model)
-    trainer.save_checkpoint(directory / "end.ckpt")
-    command = [Path(sys.executable).with_name("lightning-faulttolerant"), "verify", directory / "end.ckpt"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
 def main() -> None:
     """Run all checks, and print the result."""
     package = importlib.import_module("lightning_faulttolerant")
@@ -116,7 +92,6 @@ def main() -> None:
         assert found.strip() == version, found
     with tempfile.TemporaryDirectory() as directory:
         try_the_environment_variable(Path(directory))
-        try_in_a_trainer(Path(directory))
     used = f"{LIGHTNING} {importlib.import_module(LIGHTNING).__version__}"
     print(f"lightning-faulttolerant {version} works with {used} as it was installed into {sys.prefix}")
 

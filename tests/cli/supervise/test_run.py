@@ -81,6 +81,31 @@ def test_a_run_that_gets_no_further_is_given_up(
     assert all(text in trial.output for text in said), trial.output
 
 
+# The script's plan, and the number of ranks.
+FAULTS: dict[str, tuple[Plan, int]] = {
+    "SIGKILL in the setup": (Plan(kind="SIGKILL", hook="on_fit_start", number=0), 1),
+    "SIGKILL while another rank saves, too": (Plan(kind="SIGKILL", hook="on_save_checkpoint", rank=1), 2),
+    "an exception in a validation run": (Plan(kind="exception", hook="on_validation_batch_start", rank=1), 2),
+    "an exit with 0": (Plan(kind="exit with 0"), 1),
+    "a hang in the teardown": (Plan(kind="SIGSTOP", hook="on_train_end"), 1),
+    "a killed worker": (Plan(kind="killed worker", num_workers=2), 1),
+    "a file system that blocks": (Plan(kind="file system that blocks"), 1),
+    "a clock that jumps ahead": (Plan(kind="clock that jumps ahead"), 1),
+    "a clock that jumps back": (Plan(kind="clock that jumps back"), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAULTS)
+def test_whatever_comes_the_run_ends_by_itself(case: str, tmp_path: Path) -> None:
+    """It has the weights of the undisturbed run, and leaves no process, at whatever moment the fault comes."""
+    plan, num_ranks = FAULTS[case]
+    options = ("--nproc-per-node", "2") if num_ranks > 1 else ()
+    trial = begin(tmp_path, plan, options=options, flags=", HangWatch.timeout=10").wait()
+    assert_finished(trial, num_ranks, plan.num_workers)
+    assert (tmp_path / "struck").exists()
+
+
 @pytest.mark.slow
 def test_an_exception_that_wanders_is_no_loop(tmp_path: Path) -> None:
     """The same exception at other batches is restarted, as long as there are new autosaves."""
@@ -197,8 +222,8 @@ def reports(trial: Trial) -> list[str]:
 HUNG: dict[str, tuple[Plan, tuple[str, ...]]] = {
     "SIGSTOP": (Plan(kind="SIGSTOP"), ("(epoch 0, batch 3)", "stopped by a signal")),
     "GIL": (Plan(kind="GIL"), ("(epoch 0, batch 3)", "in come")),
-    "worker": (Plan(kind="worker-deadlock", num_workers=2), ("in _try_get_data", "in __getitem__")),
-    "rank": (Plan(kind="rank-without-collective", rank=1), ("The others wait in a collective for rank 1.",)),
+    "worker": (Plan(kind="worker deadlock", num_workers=2), ("in _try_get_data", "in __getitem__")),
+    "rank": (Plan(kind="rank without collective", rank=1), ("The others wait in a collective for rank 1.",)),
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
 import random
+import signal
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +24,59 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from tests.cli.supervise.fault_kinds import KINDS
 from tests.scripts import tell
 
 NUM_EPOCHS, NUM_BATCHES, NUM_EVALUATED = 2, 5, 2
 BATCH = "on_train_batch_start"
-HOOKS = {
-    "setup": {"setup": 1, "on_fit_start": 1, "on_train_start": 1},
-    "training": dict.fromkeys(
-        (BATCH, "on_before_backward", "on_after_backward", "on_train_batch_end"), NUM_EPOCHS * NUM_BATCHES
-    ),
-    "saving": {"on_save_checkpoint": 8},
-    "validation": dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), NUM_EPOCHS * NUM_EVALUATED)
-    | {"on_validation_epoch_end": NUM_EPOCHS},
-    "teardown": {"on_train_end": 1, "on_fit_end": 1, "teardown": 1},
+HOOKS = (BATCH, "on_fit_start", "on_save_checkpoint", "on_validation_batch_start", "on_train_end")
+
+
+def fail(*_: object) -> None:
+    """Raise an exception."""
+    raise ValueError("an exception")
+
+
+def hold_the_interpreter(*_: object) -> None:
+    """Sleep in C with the GIL."""
+    while True:  # a signal interrupts the sleep
+        ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the GIL
+
+
+def read_from_nobody(directory: Path) -> None:
+    """Block in C until another process writes."""
+    os.mkfifo(directory / "fifo")
+    os.open(directory / "fifo", os.O_RDONLY)
+
+
+def let_clock_jump(directory: Path, days: int) -> None:
+    """Change the time of the process, and that of its files; end it soon, so that another has to find them."""
+    now, seconds = time.time, days * 86_400
+    time.time = lambda: now() + seconds
+    for path in (directory / "autosaves").rglob("*"):
+        with suppress(FileNotFoundError):
+            os.utime(path, (path.stat().st_mtime + seconds,) * 2)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "exception": fail,
+    "exit with 0": lambda _: os._exit(0),
+    "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "GIL": hold_the_interpreter,
+    "killed worker": lambda _: multiprocessing.active_children()[0].kill(),
+    "worker deadlock": lambda here: (here / "deadlock").touch(),  # see `StuckDataset`
+    "rank without collective": lambda _: threading.Event().wait(),
+    "file system that blocks": read_from_nobody,
+    "clock that jumps ahead": lambda here: let_clock_jump(here, 400),
+    "clock that jumps back": lambda here: let_clock_jump(here, -400),
 }
-"""The hooks of each moment, with how often they are called at least, in a run with an autosave every step."""
+"""The faults. Each is caused in a training process, with the directory of the script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arguments of the script: a kind of fault, at which call of which hook, from 0, and on which rank.
+    """The arguments of the script: a kind of fault, in which hook, from which step on, and on which rank.
 
     It comes once in all starts of the script, or always at one step, or (wandering) once at each step from there on.
     """
@@ -51,7 +87,6 @@ class Plan:
     number: int = 3
     rank: int = 0
     how: str = "once"
-    seed: int = 0
     seconds: float = 0
     """How long each batch takes."""
 
@@ -61,44 +96,22 @@ class Strike(Callback):
 
     def __init__(self, plan: Plan, directory: Path) -> None:
         self.plan, self.directory = plan, directory
-        self.counter = Counter()
 
     def come(self, hook: str, trainer: Trainer, *_: object) -> None:
         """Note that a hook is called."""
-        plan, struck = self.plan, self.directory / "struck"
+        plan, step = self.plan, trainer.global_step
         if hook == BATCH:
-            tell(self.directory, "steps", [os.getpid(), trainer.global_step])
+            tell(self.directory, "steps", [os.getpid(), step])
             time.sleep(plan.seconds)
         if not plan.kind or (hook, trainer.global_rank) != (plan.hook, plan.rank):
             return
-        if plan.how == "once":
-            has_come = not struck.exists() and self.counter.up() > plan.number
-        elif plan.how == "always":
-            has_come = trainer.global_step == plan.number
-        else:
-            struck = self.directory / f"struck-{trainer.global_step}"
-            has_come = trainer.global_step >= plan.number and not struck.exists()
-        if has_come:
+        struck = self.directory / (f"struck-{step}" if plan.how == "wandering" else "struck")
+        if step == plan.number if plan.how == "always" else step >= plan.number and not struck.exists():
             struck.touch()
-            if KINDS[plan.kind].cause(self.directory, plan.seed) is False:
-                struck.unlink()
+            KINDS[plan.kind](self.directory)
 
 
-class Counter:
-    """Counts calls; it is no state of the run."""
-
-    number = 0
-
-    def __reduce__(self) -> tuple[type[Counter], tuple[()]]:
-        return Counter, ()
-
-    def up(self) -> int:
-        """Return the number of calls so far."""
-        self.number += 1
-        return self.number
-
-
-for _name in {name for names in HOOKS.values() for name in names}:
+for _name in HOOKS:
     setattr(Strike, _name, lambda self, trainer, *_, name=_name, **__: self.come(name, trainer))
 
 
