@@ -23,10 +23,11 @@ def cut_file(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def change_a_weight(path: Path) -> None:
+def change_a_weight(path: Path | str) -> None:
     """Flip a bit of a file's first weight, which torch.load does not notice."""
     with zipfile.ZipFile(path) as archive:
-        first = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
-    content = bytearray(path.read_bytes())
-    content[first.header_offset + 64 + first.file_size // 2] ^= 1
-    path.write_bytes(content)
+        first = next(record for record in archive.infolist() if "/data/" in record.filename)
+    content = bytearray(Path(path).read_bytes())
+    name_bytes, extra_bytes = content[first.header_offset + 26], content[first.header_offset + 28]
+    content[first.header_offset + 30 + name_bytes + extra_bytes + first.file_size // 2] ^= 1
+    Path(path).write_bytes(content)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,16 +60,6 @@ def save(path: Path, content: Any = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_torch_save(foreign() if content is None else content, path)
     return path
-
-
-def flip(path: Any) -> None:
-    """Change one byte of the first tensor's values."""
-    with zipfile.ZipFile(path) as archive:
-        record = next(record for record in archive.infolist() if "/data/" in record.filename)
-    data = bytearray(Path(path).read_bytes())
-    name_bytes, extra_bytes = data[record.header_offset + 26], data[record.header_offset + 28]
-    data[record.header_offset + 30 + name_bytes + extra_bytes + record.file_size // 2] ^= 1
-    Path(path).write_bytes(bytes(data))
 
 
 @dataclass(frozen=True)

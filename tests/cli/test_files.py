@@ -22,7 +22,8 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.storage.local import LocalStore
 from lightning_faulttolerant.storage.lock import RunLock
-from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series, told
+from tests.cli.checkpoints import call, checkpoint, foreign, save, save_series, told
+from tests.damage import change_a_weight
 
 Capture = pytest.CaptureFixture[str]
 SHARD = "__0_0.distcp"
@@ -62,9 +63,9 @@ def superseded(directory: Path) -> None:
 def damaged(directory: Path) -> None:
     """Flip a byte of the newest autosave, cut the one before it, and let the series set aside a third."""
     paths = save_series(directory / "run" / "fit-1", 5)
-    flip(paths[4])
+    change_a_weight(paths[4])
     AutosaveSeries(directory / "run" / "fit-1").newest()
-    flip(paths[3])
+    change_a_weight(paths[3])
     os.truncate(paths[2], os.path.getsize(paths[2]) // 2)
 
 
@@ -213,7 +214,7 @@ def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
 ) -> None:
     """An unreadable file gives status 2, but 1 if there is also a damaged file, since that is certain."""
     sound, refused, flipped = save_series(tmp_path, 3)
-    flip(flipped)
+    change_a_weight(flipped)
     opened = open
 
     def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
@@ -374,7 +375,7 @@ def test_damage_is_not_exported(tmp_path: Path, capsys: Capture, what: str) -> N
     if what == "no base":
         base.unlink()
     else:
-        flip(base if what == "base" else path)
+        change_a_weight(base if what == "base" else path)
     found = call(capsys, "export", path, tmp_path / "plain.ckpt")
     assert (found.status, found.out, name in found.err or what == "autosave") == (1, "", True)
     assert not (tmp_path / "plain.ckpt").exists()

@@ -17,6 +17,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
 from lightning_faulttolerant.state.packing import difference, digests_of
 from tests.cli.checkpoints import Result, call, checkpoint, foreign, save, told
+from tests.damage import Payload
 
 Capture = pytest.CaptureFixture[str]
 
@@ -85,20 +86,10 @@ def test_json_sums_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator"}
 
 
-class Striking:
-    """Leaves a file behind when it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (self.path,)
-
-
 def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Capture) -> None:
     """A file with an object that would run code when loaded is shown, and runs nothing."""
     struck, path = tmp_path / "struck", tmp_path / "a.ckpt"
-    torch.save(checkpoint(run=Striking(str(struck))), path)
+    torch.save(checkpoint(run=Payload(struck)), path)
     found = call(capsys, "inspect", path)
     assert (found.status, struck.exists(), "posix.mkdir" in found.out) == (0, False, True)
     torch.load(path, weights_only=False)

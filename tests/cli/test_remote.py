@@ -19,7 +19,8 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import open_store
 from tests.checkpoint.writers import SHARD, begin_objects, save_objects
-from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series, told
+from tests.cli.checkpoints import call, checkpoint, foreign, save, save_series, told
+from tests.damage import change_a_weight
 from tests.s3 import CREDENTIALS, s3_server
 
 Capture = pytest.CaptureFixture[str]
@@ -48,7 +49,7 @@ def test_all_commands_take_urls(url: str, tmp_path: Path, capsys: Capture, snaps
     save_series(folder, 2)
     AutosaveSeries(folder).set_aside("another-ckpt_path")
     paths = save_series(folder, 3)
-    flip(save(tmp_path / "a.ckpt", checkpoint()))
+    change_a_weight(save(tmp_path / "a.ckpt", checkpoint()))
     put(url, "damaged.ckpt", tmp_path / "a.ckpt")
     for name in ("a.ckpt", "b.ckpt"):
         save(tmp_path / "sharded" / name)

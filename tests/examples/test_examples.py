@@ -24,6 +24,7 @@ import lightning_faulttolerant
 from lightning_faulttolerant import FaultTolerance
 from tests.cli.trained import TORCHRUN, start
 from tests.groups import run_group
+from tests.harness import python
 from tests.processes import Ended, Script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -231,3 +232,15 @@ def test_the_story_of_the_guide_to_branches(tmp_path: Path) -> None:
     assert "This run is a branch of" in branch
     assert branch.count("is left out, as") == 1
     assert float(re.findall(r"^loss (.*)$", branch, re.MULTILINE)[0]) < 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_shows_that_all_is_the_same(tmp_path: Path) -> None:
+    """The whole demonstration has two kills, two resumes, identical results, and a figure; its processes are forked."""
+    words = [sys.executable, str(EXAMPLES / "demo" / "run.py"), "--output", str(tmp_path / "made")]
+    command = python.Command(words=words, directory=os.getcwd(), environment=dict(os.environ))
+    exit_code, output = python.run(command, scratch=tmp_path / "scratch")
+    assert exit_code == 0, output
+    assert [output.count(text) for text in ("SIGKILL in batch", "resumed before batch", "DIFFERENT")] == [2, 2, 0]
+    assert (tmp_path / "made" / "losses.png").read_bytes().startswith(b"\x89PNG")

@@ -60,7 +60,7 @@ class Job:
         self.directory = directory
         directory.mkdir(exist_ok=True)
         shutil.copy(ROOT / "tests" / "slurm" / "train.py", directory)
-        small = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log-%a.txt")
+        small = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--output=log.txt")
         self._command = ["--parsable", *small, *options, str(EXAMPLE / "train.sbatch")]
         self._variables = {**_VARIABLES, "SECONDS_PER_BATCH": "0.5", **variables}
         self.submit()
@@ -69,13 +69,13 @@ class Job:
         """Submit the job."""
         self.number = self._cluster.ask("sbatch", *self._command, directory=self.directory, **self._variables)
 
-    def signal(self, name: str, task: str = "") -> None:
+    def signal(self, name: str) -> None:
         """Send a signal to all tasks of the job, not to its shell."""
-        self._cluster.ask("scancel", f"--signal={name}", self.number + task)
+        self._cluster.ask("scancel", f"--signal={name}", self.number)
 
-    def fields(self, task: str = "") -> dict[str, str]:
+    def fields(self) -> dict[str, str]:
         """Return what SLURM knows about the job."""
-        shown = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number + task)
+        shown = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def wait_for(self, is_so: Callable[[], object], what: str) -> None:
@@ -85,29 +85,28 @@ class Job:
             assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}\n{self.fields()}\n{self.log()}"
             time.sleep(0.3)
 
-    def wait_for_line(self, text: str, task: str = "") -> None:
+    def wait_for_line(self, text: str) -> None:
         """Wait until a text is in the log."""
-        self.wait_for(lambda: text in self.log(task), text)
+        self.wait_for(lambda: text in self.log(), text)
 
     def wait_for_more_time(self) -> None:
         """Wait until the job is queued again, and give it more time: on a busy machine, Python starts slowly."""
         self.wait_for(lambda: self.fields()["Restarts"] != "0", "a requeue")
         self._cluster.ask("scontrol", "update", f"JobId={self.number}", "TimeLimit=10")
 
-    def wait(self, task: str = "") -> dict[str, str]:
+    def wait(self) -> dict[str, str]:
         """Wait until the job has ended for good; return what SLURM knows about it."""
-        self.wait_for(lambda: self.fields(task)["JobState"] in ENDED, "the end")
-        return self.fields(task)
+        self.wait_for(lambda: self.fields()["JobState"] in ENDED, "the end")
+        return self.fields()
 
-    def log(self, task: str = "") -> str:
+    def log(self) -> str:
         """Return what the job has printed in all its parts."""
-        task = task.removeprefix("_") or "4294967294"  # SLURM's number of a job that is in no array
-        path = self.directory / f"log-{task}.txt"
+        path = self.directory / "log.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def weights(self, task: str = "") -> str:
+    def weights(self) -> str:
         """Return the digest of the weights that the job has printed at its end."""
-        [found] = set(re.findall(r"^weights (\w{16})$", self.log(task), flags=re.MULTILINE)) or [self.log(task)]
+        [found] = set(re.findall(r"^weights (\w{16})$", self.log(), flags=re.MULTILINE)) or [self.log()]
         return found
 
 
@@ -119,7 +118,6 @@ class Scenario:
     options: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     waits: bool = True
-    tasks: tuple[str, ...] = ("",)
     num_ranks: int = 1
     is_requeued: bool = True
     said: str = ""
@@ -131,8 +129,7 @@ class Scenario:
             IS_QUIET.wait(SECONDS)
         job = Job(cluster, directory, *self.options, **self.variables)
         self.strike(job, cluster)
-        for task in self.tasks:
-            job.wait(task)
+        job.wait()
         return job
 
 
@@ -143,13 +140,6 @@ def time_is_over(job: Job, _: Cluster) -> None:
     finally:
         IS_QUIET.set()
     job.wait_for_more_time()
-
-
-def notice_for_each_task(job: Job, _: Cluster) -> None:
-    """Each task of an array gets the notice."""
-    for task in ("_0", "_1"):
-        job.wait_for_line("third batch", task)
-        job.signal("USR1", task)
 
 
 def canceled(job: Job, cluster: Cluster) -> None:
@@ -186,7 +176,6 @@ SCENARIOS = {
         waits=False,
         said="Stopped by the deadline",
     ),
-    "array": Scenario(strike=notice_for_each_task, options=("--array=0-1",), tasks=("_0", "_1")),
     "canceled": Scenario(strike=canceled, is_requeued=False, said="Stopped by SIGTERM"),
     "waits": Scenario(
         strike=notice_while_a_task_waits,
@@ -219,13 +208,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
 def test_a_job_ends_as_one_that_nothing_stops(name: str, runs: dict[str, Future[Job]]) -> None:
     """It has come to its end, was queued again or not, resumed after its first batch, and has the same weights."""
     scenario, job = SCENARIOS[name], runs[name].result()
-    for task in scenario.tasks:
-        fields, log = job.fields(task), job.log(task)
-        assert (fields["JobState"], fields["Restarts"] != "0") == ("COMPLETED", scenario.is_requeued), log
-        resumed = set(re.findall("Resumed exactly (before batch .* of epoch .*?)[.,;]", log))
-        assert resumed - {"before batch 0 of epoch 0"} or not scenario.resumes, log
-        assert scenario.said in log
-        whole = runs["whole" if scenario.num_ranks == 1 else "whole, of two"].result()
-        assert job.weights(task) == whole.weights()
-    found = [re.search(r"run/([^/\s]+)/", job.log(task)) for task in scenario.tasks]
-    assert name != "array" or len({each[1] for each in found if each}) == 2  # each task of an array has its own run
+    fields, log = job.fields(), job.log()
+    assert (fields["JobState"], fields["Restarts"] != "0") == ("COMPLETED", scenario.is_requeued), log
+    resumed = set(re.findall("Resumed exactly (before batch .* of epoch .*?)[.,;]", log))
+    assert resumed - {"before batch 0 of epoch 0"} or not scenario.resumes, log
+    assert scenario.said in log
+    whole = runs["whole" if scenario.num_ranks == 1 else "whole, of two"].result()
+    assert job.weights() == whole.weights()

@@ -16,8 +16,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.records.ledger import BATCH
 from lightning_faulttolerant.trainer.steps.digests import digest
-from tests.cli.checkpoints import flip
 from tests.cli.trained import TORCHRUN, Ended, content, on_training, train
+from tests.damage import change_a_weight
 from tests.ledgers import read_ledger
 from tests.messages import plain
 
@@ -145,7 +145,7 @@ def test_a_run_of_several_processes_is_one_run(tmp_path: Path) -> None:
     found = replay(tmp_path, "--until", "14", "--from", "8", arguments=FAILED, IS_CALM="1")
     assert equals(tmp_path, 9) in found.lines()
     [damaged] = (tmp_path / "out").rglob("*epoch=1-batch=1-kept.ckpt")
-    flip(damaged)
+    change_a_weight(damaged)
     assert "from step 6 (" in replay(tmp_path, "--until", "10", arguments=FAILED, IS_CALM="1").lines()[0]
 
 

@@ -117,18 +117,12 @@ COMPARED: dict[str, tuple[list[Any], list[Any], list[str]]] = {
         ["first at batch 2 of epoch 0 (rank 0)", "loss: 0.5 in the run, 0.25 in the replay"],
     ),
     "logged": ([LOGGED], [[batch(1), log(2, 0.5)]], ["1 step equals"]),
-    "logged at the end of the epoch": ([LOGGED], [[batch(1), LOGGED[2]]], ["1 step equals"]),
     "logged otherwise": (
         [LOGGED],
         [[batch(1), log(2, 0.75)]],
         ["first at values logged at step 1", "loss: 0.5 in the run, 0.75 in the replay"],
     ),
     "no order is known": ([[batch(1, order=None)]], [[batch(1)]], ["1 step equals"]),
-    "the second rank": (
-        [[batch(1)]] * 2,
-        [[batch(1)], [batch(1, loss=0.25)]],
-        ["first at batch 1 of epoch 0 (rank 1)"],
-    ),
 }
 
 
