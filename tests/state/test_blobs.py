@@ -9,19 +9,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.state.packing import POOL, blob_to_tensor, pack_blobs, tensor_to_blob, unpack_blobs
+from lightning_faulttolerant.state.packing import POOL, pack_blobs, tensor_to_blob, unpack_blobs
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
-
-
-@given(blob=st.binary(max_size=300))
-def test_tensor_holds_the_bytes(blob: bytes) -> None:
-    """Any bytes, including none, become a uint8 tensor of their length and come back."""
-    tensor = blob_to_tensor(blob)
-    assert tensor.dtype == torch.uint8
-    assert tensor.tolist() == list(blob)
-    assert tensor_to_blob(tensor) == blob
 
 
 def test_bytes_of_a_view_are_those_that_it_shows() -> None:
@@ -29,13 +20,6 @@ def test_bytes_of_a_view_are_those_that_it_shows() -> None:
     tensor = torch.arange(6, dtype=torch.uint8).reshape(2, 3).T
     assert tensor_to_blob(tensor) == bytes([0, 3, 1, 4, 2, 5])
     assert tensor_to_blob(torch.tensor([1, 258], dtype=torch.int16)) == b"\x01\x00\x02\x01"
-
-
-def test_tensor_is_a_copy() -> None:
-    """Changing the tensor does not change the bytes, which may be keys elsewhere."""
-    blob = b"abc"
-    blob_to_tensor(blob).zero_()
-    assert blob == b"abc"
 
 
 @given(state=nested)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_faulttolerant.state.generators import (
     HeldGenerators,
     fresh_held_state,
     fresh_rng_state,
-    fresh_torch_state,
 )
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -23,42 +24,30 @@ class Holder:
         self.legacy = np.random.RandomState(1)
         self.torch = torch.Generator().manual_seed(1)
 
-    def draws(self) -> list[float]:
-        """Return a number from each."""
-        drawn = torch.rand((), generator=self.torch).item()
-        return [self.python.random(), float(self.numpy.random()), float(self.legacy.rand()), drawn]
 
-
-def draws() -> list[float]:
-    """Return a number from each global generator."""
-    return [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()]
-
-
-def test_global_states_are_distinct_and_reproducible() -> None:
-    """Each name yields its own numbers, different from the source's, and the same each time."""
-    source = rng_state()
-    found = [draws()]
-    for rank in (1, 2, 1):
-        set_rng_state(fresh_rng_state(source, "rank", rank))
-        found.append(draws())
-    assert found[1] == found[3]
-    for numbers in zip(*found[:3], strict=True):
-        assert len(set(numbers)) == 3
-
-
-def test_held_states_are_distinct_and_reproducible() -> None:
-    """The same holds for generators that objects hold, whatever their kind."""
-    source = HeldGenerators({"o": Holder()}).state_dict()
-    found = [Holder().draws()]
-    for rank in (1, 2, 1):
-        holder = Holder()
+def held_draws(rank: int | None) -> list[float]:
+    """Return a number from each generator of an object, which may have the states of a new rank."""
+    holder, source = Holder(), HeldGenerators({"o": Holder()}).state_dict()
+    if rank is not None:
         assert HeldGenerators({"o": holder}).load_state_dict(fresh_held_state(source, rank)) == []
-        found.append(holder.draws())
+    numbers = [each.random() for each in (holder.python, holder.numpy, holder.legacy)]
+    return [*numbers, torch.rand((), generator=holder.torch).item()]
+
+
+def global_draws(rank: int | None) -> list[float]:
+    """Return a number from each global generator, which may have the states of a new rank."""
+    before = rng_state()
+    if rank is not None:
+        set_rng_state(fresh_rng_state(before, "rank", rank))
+    numbers = [random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()]
+    set_rng_state(before)
+    return numbers
+
+
+@pytest.mark.parametrize("draws", [held_draws, global_draws])
+def test_states_are_distinct_and_reproducible(draws: Callable[[int | None], list[float]]) -> None:
+    """Each rank has its own numbers, different from the source's, and the same each time."""
+    found = [draws(rank) for rank in (None, 1, 2, 1)]
     assert found[1] == found[3]
     for numbers in zip(*found[:3], strict=True):
         assert len(set(numbers)) == 3
-
-
-def test_states_of_torch_follow_from_their_names() -> None:
-    """Two names yield two states."""
-    assert fresh_torch_state("a", 1) == fresh_torch_state("a", 1) != fresh_torch_state("a", 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import look, restore_globals, rng_state, saved_globals, set_rng_state
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -73,18 +71,6 @@ def test_state_holds_all_three_libraries() -> None:
     assert not torch.cuda.is_initialized()
 
 
-def test_reading_the_state_draws_nothing() -> None:
-    """Two reads in a row are equal, and the next draws are those of a process that never read."""
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-    first = rng_state()
-    assert rng_state() == first
-    found = (random.gauss(0, 1), np.random.randn(), torch.randn(()).item())
-    expected = (random.Random(3).gauss(0, 1), np.random.RandomState(3).randn())
-    assert found == (*expected, torch.randn((), generator=torch.Generator().manual_seed(3)).item())
-
-
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 def test_global_bit_generator_of_each_kind(name: str) -> None:
     """`np.random.set_bit_generator` may put any bit generator behind the global functions: all continue identically."""
@@ -101,15 +87,6 @@ def test_global_bit_generator_of_each_kind(name: str) -> None:
         assert np.random.randn(3).tolist() == expected
     finally:
         np.random.set_bit_generator(original)
-
-
-def test_state_goes_through_a_safe_checkpoint() -> None:
-    """When packed, the state loads with ``weights_only=True`` and unpacks to the same bytes."""
-    state = rng_state()
-    file = io.BytesIO()
-    torch.save(pack_blobs(state), file)
-    file.seek(0)
-    assert unpack_blobs(torch.load(file, weights_only=True)) == state
 
 
 def test_device_that_is_not_there_is_named() -> None:

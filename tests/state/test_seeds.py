@@ -45,29 +45,6 @@ def test_children_continue_in_another_process(make: Callable[[Any], Any]) -> Non
 
 
 @each_holder
-def test_state_goes_back(make: Callable[[Any], Any]) -> None:
-    """An object that has spawned more children since then spawns the same ones again."""
-    holder = {"rng": make(1)}
-    held = HeldGenerators({"dataset": holder})
-    state = held.state_dict()
-    expected = [draw(holder["rng"]) for _ in range(2)]
-    held.load_state_dict(state)
-    assert [draw(holder["rng"]) for _ in range(2)] == expected
-
-
-@each_holder
-def test_one_that_is_made_has_the_saved_children(make: Callable[[Any], Any]) -> None:
-    """A generator in place of one that its object creates at first use is the saved one."""
-    holder = make(None)
-    draw(holder)
-    blob = pack_generator(holder)
-    made = make_generator(blob)
-    assert type(made) is type(holder)
-    assert pack_generator(made) == blob
-    assert draw(made) == draw(holder)
-
-
-@each_holder
 def test_children_of_new_ranks_are_their_own(make: Callable[[Any], Any]) -> None:
     """Two ranks that derive generators from one saved state never have the same children."""
     state = {"rng": pack_generator(make(1))}

@@ -36,11 +36,7 @@ def test_last_bit_of_one_element_is_seen(name: str) -> None:
         bits[-1] ^= 1
     before, after = sums_of_bits(TENSORS), sums_of_bits({**TENSORS, name: other})
     assert {n for n in TENSORS if before[n] != after[n]} == {name}
-
-
-def test_copies_have_the_same_sums() -> None:
-    """Equal values have equal sums, whatever their memory layout."""
-    assert sums_of_bits(TENSORS) == sums_of_bits({name: tensor.clone() for name, tensor in TENSORS.items()})
+    assert before == sums_of_bits({n: each.clone() for n, each in TENSORS.items()})
 
 
 BOTH = pytest.mark.parametrize("sums", [bit_sums, quick_sums])
@@ -71,22 +67,15 @@ def test_sums_of_each_kind(sums: Sums, name: str) -> None:
     assert torch.equal(other, tensor) or not torch.equal(sums(other), sums(tensor))
 
 
-@pytest.mark.parametrize(("dtype", "columns"), [(torch.float64, 257), (torch.float64, 514), (torch.float32, 514)])
-def test_an_even_number_of_signs_is_seen(dtype: torch.dtype, columns: int) -> None:
-    """Signs that flip in an even number of rows and columns do not cancel out."""
-    tensor = torch.randn(512, columns).to(dtype)
-    before = quick_sums(tensor)
-    for flipped in (slice(2), slice(1, 4, 2), slice(None, None, 2)):
-        other = tensor.clone()
-        other[:, flipped] *= -1
-        assert not torch.equal(quick_sums(other), before)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("length", [257 * 256, 257 * 512, 2**16, 2**17])
-def test_changes_of_all_elements_are_seen(dtype: torch.dtype, length: int) -> None:
-    """The quick sums, which are modulo 2**64, differ if all elements are negated, doubled, or moved by one."""
-    tensor = torch.randn(length).mul(50).to(dtype)
+@pytest.mark.parametrize("shape", [(257 * 256,), (257 * 512,), (2**16,), (2**17,), (512, 257), (512, 514)])
+def test_changes_of_many_elements_are_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The quick sums, modulo 2**64, differ if elements are negated, also in even numbers, doubled, or moved by one."""
+    tensor = torch.randn(shape).mul(50).to(dtype)
     before = quick_sums(tensor)
     for other in (-tensor, 2 * tensor, tensor.roll(1), tensor.roll(257)):
+        assert not torch.equal(quick_sums(other), before)
+    for flipped in (slice(2), slice(1, 4, 2), slice(None, None, 2)):
+        other = tensor.clone()
+        other[..., flipped] *= -1
         assert not torch.equal(quick_sums(other), before)

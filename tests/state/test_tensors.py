@@ -1,8 +1,7 @@
-"""Gradients, buffers and flags obey the state law; a change of a tensor is never missed."""
+"""Buffers and flags obey the state law; a change of a tensor is never missed."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,12 @@ from lightning_faulttolerant.state.tensors import (
     buffers_replaced,
     buffers_state,
     flags_state,
-    gradients_state,
     kinds_of_buffers,
     load_buffers,
     load_flags,
-    load_gradients,
     make_room,
 )
+from tests.state.objects.round_trips import through_a_file
 
 
 class Counter(nn.Module):
@@ -44,60 +42,15 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
 
 
-def safe(state: Any) -> Any:
-    """Return `state` as it comes out of a checkpoint that was loaded with ``weights_only=True``."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def backward(module: nn.Module) -> None:
-    """Give the first layers gradients, and the last one none."""
-    module[1](module[0](torch.randn(5, 3))).square().sum().backward()
-
-
-def test_gradients_come_back() -> None:
-    """Loaded gradients are the saved ones; parameters without a saved gradient have none afterwards."""
-    saved, fresh = make_module(0), make_module(1)
-    backward(saved)
-    for parameter in fresh.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    load_gradients(fresh, safe(gradients_state(saved)))
-    assert_equal(gradients_state(fresh), gradients_state(saved))
-    assert fresh[2].weight.grad is None
-
-
-def test_gradients_are_copies_both_ways() -> None:
-    """Neither the next backward pass nor the loaded gradients change the state."""
-    module = make_module()
-    backward(module)
-    state = gradients_state(module)
-    copy = {name: gradient.clone() for name, gradient in state.items()}
-    backward(module)
-    load_gradients(module, state)
-    backward(module)
-    assert_equal(state, copy)
-
-
 def test_buffers_come_back_in_place() -> None:
     """Loaded buffers have the saved values and remain the same tensors, so that views of them stay valid."""
     saved, fresh = make_module(0), make_module(1)
     saved[1](saved[0](torch.randn(5, 3)))
     saved[3].lost += 7
     lost = fresh[3].lost
-    assert load_buffers(fresh, safe(buffers_state(saved))) == []
+    assert load_buffers(fresh, through_a_file(buffers_state(saved))) == []
     assert_equal(buffers_state(fresh), buffers_state(saved))
     assert fresh[3].lost is lost
-
-
-def test_buffers_by_persistence() -> None:
-    """Persistent and other buffers are distinguished, and together they are all buffers."""
-    module = make_module()
-    assert list(buffers_state(module, persistent=False)) == ["3.lost"]
-    persistent = buffers_state(module, persistent=True)
-    assert list(persistent) == ["1.running_mean", "1.running_var", "1.num_batches_tracked", "3.kept"]
-    assert_equal(buffers_state(module), {**persistent, **buffers_state(module, persistent=False)})
 
 
 def test_buffers_of_another_shape_are_named_and_left() -> None:
@@ -124,34 +77,21 @@ def grown(saved: nn.Module, fresh: nn.Module) -> list[str]:
     """Train `saved` and load its buffers into `fresh`; return the buffers without a place."""
     began, here = kinds_of_buffers(saved), kinds_of_buffers(fresh)
     saved[0](5)
-    state = safe(buffers_state(saved, persistent=False))
+    state = through_a_file(buffers_state(saved, persistent=False))
     make_room(fresh, state, began=began, here=here)
     return load_buffers(fresh, state)
 
 
 @pytest.mark.parametrize("length", [None, 3, 5])
 def test_buffers_that_training_has_made_or_grown_have_room(length: int | None) -> None:
-    """A buffer that was ``None``, missing, shorter or of another type when the fit began is as it was saved."""
-    saved, fresh = (nn.Sequential(Positions(length)) for _ in range(2))
+    """A buffer that was ``None``, missing, shorter or of another type when both fits began is as it was saved."""
+    saved, fresh, other = (nn.Sequential(Positions(number)) for number in (length, length, 4))
     assert grown(saved, fresh) == []
     assert_equal(buffers_state(fresh), buffers_state(saved))
     assert fresh[0].table.dtype == torch.float64
     assert fresh.state_dict() == {}
-
-
-def test_buffers_that_began_otherwise_have_no_room() -> None:
-    """A buffer with different initial shapes in the two fits is returned by name and left: it is another module."""
-    fresh = nn.Sequential(Positions(4))
-    assert grown(nn.Sequential(Positions(3)), fresh) == ["0.table"]
-    assert fresh[0].table.tolist() == [0.0] * 4
-
-
-def test_buffers_state_is_a_copy() -> None:
-    """A forward pass after the reading doesn't reach the state."""
-    module = make_module()
-    state = buffers_state(module)
-    module[1](torch.randn(5, 4))
-    assert state["1.running_mean"].tolist() == [0.0] * 4
+    assert grown(nn.Sequential(Positions(3)), other) == ["0.table"]
+    assert other[0].table.tolist() == [0.0] * 4
 
 
 def test_flags_come_back() -> None:
@@ -161,27 +101,15 @@ def test_flags_come_back() -> None:
     saved[0].weight.requires_grad_(False)
     fresh[2].eval()
     fresh[2].bias.requires_grad_(False)
-    load_flags(fresh, safe(flags_state(saved)))
+    load_flags(fresh, through_a_file(flags_state(saved)))
     assert flags_state(fresh) == flags_state(saved)
     assert flags_state(fresh) == {"evaluating": ["1"], "untracked": [], "frozen": ["0.weight"]}
-
-
-def test_evaluation_mode_of_a_parent_is_no_childs() -> None:
-    """A parent in evaluation mode with a child in training mode stays that way."""
-    saved, fresh = make_module(), make_module()
-    saved.training = False
+    saved.training = False  # a parent's mode is not its children's
     load_flags(fresh, flags_state(saved))
     assert (fresh.training, fresh[0].training) == (False, True)
 
 
-def step_of(module: nn.Module) -> None:
-    """Do one optimizer step in place."""
-    backward(module)
-    torch.optim.SGD([p for p in module.parameters() if p.grad is not None], lr=0.1).step()
-
-
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
-    "optimizer step": step_of,
     "in place": lambda m: m[0].weight.requires_grad_(False).mul_(1.5),
     ".data in place": lambda m: m[0].weight.data.mul_(1.5),
     ".data of one element": lambda m: m[0].weight.data.view(-1)[3:4].add_(1e-6),
@@ -228,33 +156,6 @@ def test_other_tensor_over_the_same_storage_is_a_change() -> None:
     assert not TensorMarks([tensor]).unmoved([tensor.detach()])
 
 
-def test_passes_without_a_step_are_no_change() -> None:
-    """Forward, backward, reading and copying change no parameter."""
-    module = make_module()
-    marks = TensorMarks(module.parameters())
-    backward(module)
-    module.state_dict()
-    assert marks.unmoved(module.parameters())
-
-
-def test_state_that_an_optimizer_adds_is_seen() -> None:
-    """Momentum that appears with the first step, and its change at the second, are noticed."""
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.Adam([weight], lr=0.0)
-
-    def tensors() -> list[Tensor]:
-        return [value for state in optimizer.state.values() for value in state.values()]
-
-    marks = TensorMarks(tensors())
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    assert not marks.unmoved(tensors())
-    marks = TensorMarks(tensors())
-    assert marks.unmoved(tensors())
-    optimizer.step()
-    assert not marks.unmoved(tensors())
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64],
@@ -268,15 +169,6 @@ def test_each_dtype_and_shape_can_be_marked(dtype: torch.dtype, shape: tuple[int
     if tensor.numel():
         tensor.data.zero_()
         assert not marks.unmoved([tensor])
-
-
-def test_not_a_number_is_no_change() -> None:
-    """A tensor with NaN is unchanged as long as its bits are: bits are compared, not values."""
-    tensor = torch.tensor([float("nan"), 0.0])
-    marks = TensorMarks([tensor])
-    assert marks.unmoved([tensor])
-    tensor.data[1:].neg_()
-    assert not marks.unmoved([tensor])
 
 
 def test_replaced_buffers_do_not_disturb_a_backward_pass() -> None:

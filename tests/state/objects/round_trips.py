@@ -15,17 +15,21 @@ from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 def through_a_file(state: Any) -> Any:
     """Return `state` as it comes out of a checkpoint that is loaded safely."""
     file = io.BytesIO()
-    torch.save(pack_blobs({"objects": state}), file)
+    torch.save(pack_blobs({"state": state}), file)
     file.seek(0)
-    return unpack_blobs(torch.load(file, weights_only=True))["objects"]
+    return unpack_blobs(torch.load(file, weights_only=True))["state"]
 
 
 def carried(make: Callable[[], Any], change: Callable[[Any], None]) -> tuple[Any, Any]:
-    """Return an object that was changed, and a fresh one that got its state."""
+    """Return an object that was changed, which is seen once, and a fresh one that got its state."""
     changed, fresh = make(), make()
     state = ObjectState({"root": changed})
     assert state.state_dict() == {NODES: {}, TABLE: [], LOST: {}}
+    objects = state.unchanged(state.paths)
+    assert objects.take_changed() == []
     change(changed)
+    assert set(objects.take_changed()) == set(state.changed) != set()
+    assert objects.take_changed() == []
     saved = through_a_file(state.state_dict())
     assert saved[NODES]
     assert saved[LOST] == {}

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import ObjectState
-from lightning_faulttolerant.state.objects.walk import Rules, users_namespaces, users_variables
+from lightning_faulttolerant.state.objects.walk import users_namespaces, users_variables
 from lightning_faulttolerant.state.reachable import is_users, is_users_function, is_users_module
 
 LOSSES: list[float] = []
@@ -50,35 +49,6 @@ def test_installed_modules_are_left_alone() -> None:
     assert not is_users(ObjectState)
 
 
-def test_changes_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A global that is rebound, one that grows, and a class attribute are restored."""
-    monkeypatch.setattr(sys.modules[__name__], "STEP", 0)
-    monkeypatch.setattr(Counter, "count", 0)
-    monkeypatch.setattr(sys.modules[__name__], "LOSSES", [])
-    names = (HERE, f"{HERE}.Counter")
-    state = ObjectState({name: users_namespaces({})[name] for name in names})
-    global STEP
-    STEP, Counter.count = 3, 4
-    LOSSES.append(0.5)
-    saved = state.state_dict()
-    STEP, Counter.count = 0, 0
-    LOSSES.clear()
-    assert ObjectState({name: users_namespaces({})[name] for name in names}).load_state_dict(saved) == []
-    assert (STEP, Counter.count, LOSSES) == (3, 4, [0.5])
-
-
-def test_script_is_the_users(tmp_path: Path) -> None:
-    """A script and its imports from its folder belong to the user, whatever the name."""
-    (tmp_path / "own.py").write_text("VALUE = 1\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        __import__("own")
-        assert "globals/own" in users_namespaces({})
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("own", None)
-
-
 @pytest.mark.parametrize(
     ("directory", "record", "is_installed"),
     [
@@ -110,32 +80,17 @@ def test_packages_installed_elsewhere(
         assert is_users_module(module) == is_own
 
 
-class MissingPackageError(ImportError):
-    """Raised by the stand-in for a package that is not installed."""
-
-
-class Missing:
-    """Stands for a package that is not installed, as MONAI's ``optional_import`` returns it."""
-
-    def __getattr__(self, name: str) -> None:
-        raise MissingPackageError(name)
-
-
-def test_optional_imports_are_left_alone() -> None:
-    """An object of a user's module that raises at every attribute is not read."""
-    module = types.ModuleType("mine")
-    vars(module).update(ignite=Missing(), step=0)
-    state = ObjectState({"mine": Namespace(owner=module)})
-    vars(module)["step"] = 1
-    assert [*state.changed] == ["mine"]
-
-
-def test_sparse_tensors_in_a_worker() -> None:
-    """A worker that reads only a few elements of large tensors accepts sparse ones as they are."""
-    holder = {"tensor": torch.eye(2).to_sparse(), "step": 0}
-    state = ObjectState({"holder": holder}, Rules(max_items=10))
-    holder["step"] = 1
-    assert [*state.changed] == ["holder"]
+@pytest.mark.parametrize("is_notebook", [True, False])
+def test_names_of_ipython(is_notebook: bool) -> None:
+    """In a notebook, typed cells and their results are not state; elsewhere the same names belong to the user."""
+    of_the_user = {"LOSSES", "_private", "_i_am", "_1st", "In_", "Output"}
+    of_ipython = {"In", "Out", "_", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "_i1", "_12"}
+    module = types.ModuleType("main")
+    vars(module).update({name: [name] for name in of_the_user | of_ipython})
+    if is_notebook:
+        vars(module)["get_ipython"] = lambda: None
+    found = set(Namespace(owner=module).attributes())
+    assert found == (of_the_user if is_notebook else of_the_user | of_ipython)
 
 
 def detached(source: str, **variables: Any) -> dict[str, Any]:
@@ -197,14 +152,3 @@ class TestDetached:
         exec(self.SOURCE, main)
         assert not is_users(main["Kind"])
         assert not is_users_function(main["call"])
-
-    def test_object_of_such_a_class_is_carried(self) -> None:
-        """An object that training creates is created again."""
-        found = detached(f"{self.SOURCE}kept = []", __file__=__file__)
-        spaces = found["call"](lambda: users_namespaces({}))
-        state = ObjectState({"globals/__main__": spaces["globals/__main__"]})
-        found["kept"].append(found["Kind"]())
-        packed = state.state_dict()
-        found["kept"].clear()
-        state.load_state_dict(packed)
-        assert type(found["kept"][0]) is found["Kind"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.objects.leaves import plain_of
-from lightning_faulttolerant.state.objects.object_state import NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
 from tests.state.objects.round_trips import carried
 
 LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=3)
@@ -37,22 +37,6 @@ def test_all_kinds(cache: dict[Any, Any], history: list[Any]) -> None:
     assert repr((here.cache, here.history)) == repr((cache, history))
 
 
-def test_stands_for_itself() -> None:
-    """A cache of small lists has no row in the table."""
-
-    def fill(holder: Any) -> None:
-        holder.cache.update({1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])})
-
-    holder = SimpleNamespace(cache={})
-    state = ObjectState({"it": holder})
-    fill(holder)
-    saved = state.state_dict()
-    assert (len(saved[TABLE]), saved[NODES]["it.cache"]["<content>"][0]) == (0, "plain")
-    _, here = carried(lambda: SimpleNamespace(cache={}), fill)
-    assert here.cache == {1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])}
-    assert type(here.cache[3, "b"][0]) is bool
-
-
 def test_is_a_copy() -> None:
     """A state that is written later is unchanged, and a loaded state shares nothing with the objects."""
     holder = SimpleNamespace(cache={}, history=[])
@@ -70,46 +54,6 @@ def test_is_a_copy() -> None:
     assert (other.cache, other.flat) == ({1: [1]}, {1: 2})
 
 
-def share_with_new(holder: Any) -> None:
-    """Let a new object hold a list that a cache holds."""
-    holder.cache[0] = [1]
-    holder.newest = SimpleNamespace(row=holder.cache[0])
-
-
-def share_with_later(holder: Any) -> None:
-    """Let a second container, read later, hold the same list."""
-    holder.cache[0] = [1]
-    holder.other[0] = holder.cache[0]
-
-
-def share_with_later_attribute(holder: Any) -> None:
-    """Let an object that is read later hold the same list."""
-    holder.cache[0] = [1]
-    holder.zone.row = holder.cache[0]
-
-
-def share_with_earlier(holder: Any) -> None:
-    """Let an object that is read first hold the same list."""
-    holder.cache[0] = [1]
-    holder.a_row = holder.cache[0]
-
-
-def share_inside(holder: Any) -> None:
-    """Let one container hold a list twice."""
-    holder.cache[0] = holder.cache[1] = [1]
-
-
-def share_deep_inside(holder: Any) -> None:
-    """Let one container hold a list at two depths."""
-    holder.cache[0] = [1]
-    holder.cache[1] = ([holder.cache[0]],)
-
-
-def share_with_known(holder: Any) -> None:
-    """Let a container hold a list that existed when the fit began."""
-    holder.cache[0] = holder.known
-
-
 class Annotation:
     """The data of one sample."""
 
@@ -117,48 +61,47 @@ class Annotation:
         self.boxes = [number]
 
 
-def share_with_record(holder: Any) -> None:
-    """Let a container hold a part of an item of a large list; the part existed when the fit began."""
-    holder.cache[0] = holder.records[7].boxes
+SHARED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "by a new object": (
+        lambda h: setattr(h, "newest", SimpleNamespace(row=h.cache[0])),
+        lambda h: (h.cache[0], h.newest.row),
+    ),
+    "by a container that is read later": (
+        lambda h: h.other.update(a=h.cache[0]),
+        lambda h: (h.cache[0], h.other["a"]),
+    ),
+    "by an object that is read later": (
+        lambda h: setattr(h.zone, "row", h.cache[0]),
+        lambda h: (h.cache[0], h.zone.row),
+    ),
+    "by an object that is read first": (lambda h: setattr(h, "a_row", h.cache[0]), lambda h: (h.cache[0], h.a_row)),
+    "inside": (lambda h: h.cache.update(a=h.cache[0]), lambda h: (h.cache[0], h.cache["a"])),
+    "at two depths": (lambda h: h.cache.update(a=([h.cache[0]],)), lambda h: (h.cache[0], h.cache["a"][0][0])),
+    "with one that was known": (lambda h: h.cache.update(a=h.known), lambda h: (h.cache["a"], h.known)),
+    "with a part of a record": (
+        lambda h: h.cache.update(a=h.records[7].boxes),
+        lambda h: (h.cache["a"], h.records[7].boxes),
+    ),
+    "itself": (lambda h: h.cache.update(a=[h.cache]), lambda h: (h.cache["a"][0], h.cache)),
+    "in a circle": (lambda h: h.cache[0].append({"b": h.cache[0]}), lambda h: (h.cache[0], h.cache[0][1]["b"])),
+}
 
 
-def hold_itself(holder: Any) -> None:
-    """Let a container hold itself, inside another one."""
-    holder.cache[0] = [holder.cache]
-
-
-def refer_in_a_circle(holder: Any) -> None:
-    """Let new containers refer to each other."""
-    holder.cache[0] = one = [1]
-    one.append({"two": one})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("share", "both"),
-    [
-        (share_with_new, lambda holder: (holder.cache[0], holder.newest.row)),
-        (share_with_later, lambda holder: (holder.cache[0], holder.other[0])),
-        (share_with_later_attribute, lambda holder: (holder.cache[0], holder.zone.row)),
-        (share_with_earlier, lambda holder: (holder.cache[0], holder.a_row)),
-        (share_inside, lambda holder: (holder.cache[0], holder.cache[1])),
-        (share_deep_inside, lambda holder: (holder.cache[0], holder.cache[1][0][0])),
-        (share_with_known, lambda holder: (holder.cache[0], holder.known)),
-        (share_with_record, lambda holder: (holder.cache[0], holder.records[7].boxes)),
-        (hold_itself, lambda holder: (holder.cache[0][0], holder.cache)),
-        (refer_in_a_circle, lambda holder: (holder.cache[0], holder.cache[0][1]["two"])),
-    ],
-)
-def test_is_shared_again(share: Any, both: Any) -> None:
+@pytest.mark.parametrize("name", SHARED)
+def test_is_shared_again(name: str) -> None:
     """Two holders of one list hold one list again."""
 
     def before() -> Any:
         records = [*map(Annotation, range(3_000))]
         return SimpleNamespace(cache={}, other={}, known=[0], zone=SimpleNamespace(row=None), records=records)
 
-    there = before()
-    share(there)
+    def train(holder: Any) -> None:
+        holder.cache[0] = [1]
+        share(holder)
+
+    share, both = SHARED[name]
+    there, here = carried(before, train)
     assert both(there)[0] is both(there)[1]
-    _, here = carried(before, share)
     one, other = both(here)
     assert one is other
 

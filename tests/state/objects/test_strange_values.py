@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nested import nested_tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -50,6 +52,13 @@ class Forgets(nn.Module):
         pass
 
 
+class Missing:
+    """Stands for a package that is not installed, as MONAI's ``optional_import`` returns it."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(name)
+
+
 def _deleted() -> object:
     return weakref.proxy(HasNoLength())
 
@@ -81,9 +90,14 @@ STRANGE: dict[str, Callable[[], Any]] = {
     "not a module": Forgets,
     "mock": lambda: mock.MagicMock(spec=dict),
     "deep": _nested,
+    "ragged": lambda: nested_tensor([torch.ones(2), torch.ones(3)]),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "missing": Missing,
+    "library": lambda: ctypes.LibraryLoader(ctypes.CDLL),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("rules", [Rules(), Rules(max_items=1_000)], ids=["main", "worker"])
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
 def test_strange_values_are_left_alone(make: Callable[[], Any], rules: Rules) -> None:
