@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     get_worker_info,
 )
 
@@ -82,20 +79,6 @@ class Slices(Threaded):
         return (slice(index) for index in super().__iter__())
 
 
-class OwnIterator:
-    """Is its own iterator, and begins again at each call of `iter`, as the samplers of lhotse do."""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __iter__(self) -> OwnIterator:
-        self.left = iter(random.sample(range(9), 9))
-        return self
-
-    def __next__(self) -> Any:
-        return slice(next(self.left))
-
-
 def shard() -> tuple[int, int]:
     """Return this worker's number and the number of workers."""
     info = get_worker_info()
@@ -115,38 +98,6 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([float(k), order[k], self.rng.random(), random.gauss(0, 1), torch.rand(()).item()])
 
 
-class SampledRange(IterableDataset[Any]):
-    """Is its own iterator, over a sampler that it creates in `__iter__`; workers share the range."""
-
-    def __iter__(self) -> Iterator[Any]:
-        worker, step = shard()
-        self.data = range(20)[worker::step]
-        self.order = iter(RandomSampler(self.data))
-        return self
-
-    def __next__(self) -> Any:
-        return torch.full((4,), float(self.data[next(self.order)]))
-
-
-class Tasks(IterableDataset[Any]):
-    """Counts its epochs, seeds all generators by them, and deals batches of indices to ranks and workers."""
-
-    task = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        worker, step = shard()
-        random.seed(42 + self.task)
-        self.indices = random.sample(range(60), 30)
-        torch.manual_seed(42 + self.task + worker)
-        sampler = DistributedSampler(range(30), 2 * step, step + worker, seed=42 + self.task)
-        self.batches = iter(BatchSampler(sampler, 2, drop_last=True))
-        self.task += 1
-        return self
-
-    def __next__(self) -> Any:
-        return torch.tensor([self.indices[index] + torch.rand(()).item() for index in next(self.batches)])
-
-
 class Negative(DataLoader[Any]):
     """A user's loader that changes each batch and counts its iterations."""
 
@@ -163,14 +114,6 @@ def generator(number: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-def sharing(length: int, size: int, **more: Any) -> DataLoader[Any]:
-    """Return a loader whose sampler and data set draw from one generator."""
-    data = Drawing(length)
-    data.shared = own = generator()  # type: ignore[attr-defined]
-    data.lazy = type("Both", (), {"random": lambda self: torch.rand((), generator=own).item()})()  # type: ignore[assignment]
-    return DataLoader(data, size, sampler=RandomSampler(data, generator=own), **more)
-
-
 class BufferShuffle:
     """Yields indices from random places of a buffer: each depends on all earlier draws."""
 
@@ -183,17 +126,6 @@ class BufferShuffle:
             place = random.randrange(len(buffer))
             yield buffer[place]
             buffer[place] = index
-
-
-class ChunkShuffle(BufferShuffle):
-    """Draws only now and then: a permutation for each chunk."""
-
-    def __init__(self) -> None:
-        self.same = torch.default_generator  # it has two names
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, 30, 7):
-            yield from (start + torch.randperm(7)).tolist()
 
 
 class DrawsAll(BufferShuffle):
@@ -254,17 +186,6 @@ class Equipped:
     def __iter__(self) -> Iterator[int]:
         yield from range(6)
         yield self.parts[0].randrange(50) if self.parts else 0
-
-
-class EquippedStream(IterableDataset[Tensor]):
-    """Draws late, from a generator that it may have been given."""
-
-    def __init__(self, *parts: random.Random) -> None:
-        self.parts = parts
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for number in range(8):
-            yield torch.tensor(number + (self.parts[0].random() if self.parts and number > 5 else 0.0))
 
 
 class Rude(DataLoader[Any]):

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining import GlobalOrder, ListedIndices, RankShare, RemainingBatches, Rest
 from lightning_faulttolerant.loader.resized import state_for_others
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.samplers.order import RankPlace
-from tests.loader.loops import safe, seed
+from tests.loader.loops import follow, seed
 from tests.loader.made import Noisy
+from tests.state.objects.round_trips import through_a_file
 
 Batches = list[list[list[float]]]
 
@@ -25,55 +25,37 @@ Batches = list[list[list[float]]]
 class Ranks:
     """The ranks of a loop, each with its own loader, as Lightning would create it."""
 
-    def __init__(
-        self, num_ranks: int, batch_size: int | None, *, length: int = 22, num_workers: int = 0, **more: Any
-    ) -> None:
+    def __init__(self, num_ranks: int, batch_size: int | None, *, length: int = 22, **more: Any) -> None:
         self.trackers: list[TrackedLoader] = []
         self.loaders: list[DataLoader[Any]] = []
-        seeds = more.pop("seeds", None)
         for rank in range(num_ranks):
             data = Noisy(length)
             sampler = DistributedSampler(data, num_ranks, rank, seed=5) if num_ranks > 1 else None
             order: dict[str, Any] = {"shuffle": True} if sampler is None else {"sampler": sampler}
-            loader = DataLoader(data, batch_size=batch_size, num_workers=num_workers, **{**order, **more})
-            place = RankPlace(rank=rank, num_replicas=num_ranks)
-            tracker = TrackedLoader(loader, rank_place=place, seeds=None if seeds is None else SampleSeeds(seed=seeds))
+            loader = DataLoader(data, batch_size=batch_size, **{**order, **more})
+            tracker, copy = follow(loader, rank_place=RankPlace(rank=rank, num_replicas=num_ranks))
             self.trackers.append(tracker)
-            self.loaders.append(tracker.copy_of(loader))
+            self.loaders.append(copy)
 
     def resume(self, states: Sequence[Any], **more: Any) -> None:
         """Continue from the states of other ranks."""
-        state = safe(state_for_others(states, num_left=more.get("num_left")))
+        state = through_a_file(state_for_others(states, num_left=more.get("num_left")))
         for tracker in self.trackers:
             tracker.load_state_dict(state)
 
     def run(self, num_batches: int | None = None) -> tuple[Batches, list[Any]]:
         """Return the samples that the ranks consume together, batch by batch, and the ranks' states afterwards."""
-        consumed, states = [], []
+        consumed: Batches = []
         iterators = []
         for loader in self.loaders:
             seed(1)  # the same on all ranks; a sole rank draws its permutation from it
             iterators.append(iter(loader))
-        k = self.trackers[0].iteration.num_out if self.trackers[0].iteration else 0
-        first = k
-        while num_batches is None or k - first < num_batches:
-            batches = [next(iterator, None) for iterator in iterators]
-            if batches[0] is None:
-                break
-            consumed.append(
-                [sample for batch in zip(*map(_as_batch, batches), strict=True) for sample in _listed(batch)]
-            )
-            k += 1
-        states = [safe(tracker.state_dict(k)) for tracker in self.trackers]
+        first = self.trackers[0].iteration.num_out if self.trackers[0].iteration else 0
+        for batches in itertools.islice(zip(*iterators, strict=True), num_batches):
+            rows = [batch.reshape(-1, 2).tolist() for batch in batches]
+            consumed.append([sample for samples in zip(*rows, strict=True) for sample in samples])
+        states = [through_a_file(tracker.state_dict(first + len(consumed))) for tracker in self.trackers]
         return consumed, states
-
-
-def _listed(batches: Sequence[Tensor]) -> list[list[float]]:
-    return [sample.tolist() for sample in batches]
-
-
-def _as_batch(batch: Tensor) -> Tensor:
-    return batch if batch.dim() == 2 else batch[None]
 
 
 def indices(batches: Batches) -> list[int]:
@@ -107,49 +89,6 @@ def test_every_sample_once_in_order(way: tuple[int, ...], batch_size: int | None
         assert found[len(expected) :] == expected[: len(found) - len(expected)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_dealt_epoch_resumes_exactly(num_ranks: int) -> None:
-    """An epoch that was dealt again is saved and resumed like any other, from each of its batches."""
-    _, states = Ranks(2, 2).run(2)
-    ranks = Ranks(num_ranks, 2)
-    ranks.resume(states)
-    expected, _ = ranks.run()
-    for num_batches in range(0, len(expected), 2):
-        before = Ranks(num_ranks, 2)
-        before.resume(states)
-        consumed, own = before.run(num_batches)
-        after = Ranks(num_ranks, 2)
-        for tracker, state in zip(after.trackers, own, strict=True):
-            tracker.load_state_dict(state)
-        assert indices(consumed + after.run()[0]) == indices(expected)
-
-
-@pytest.mark.parametrize("num_workers", [(0, 2), (2, 0)])
-@pytest.mark.parametrize("way", [(1, 2), (2, 1, 2)], ids=str)
-def test_augmentation_stays(way: tuple[int, ...], num_workers: tuple[int, int]) -> None:
-    """With samples seeded one by one, each sample is the same as without a change of ranks, whichever rank takes it."""
-    expected = [s for batch in Ranks(way[0], 2, seeds=3).run()[0] for s in batch]
-    consumed, states = Ranks(way[0], 2, seeds=3, num_workers=num_workers[0]).run(1)
-    for place, num_ranks in enumerate(way[1:], 2):
-        ranks = Ranks(num_ranks, 2, seeds=3, num_workers=num_workers[1])
-        ranks.resume(states)
-        more, states = ranks.run(None if place == len(way) else 2)
-        consumed += more
-    found = [s for batch in consumed for s in batch]
-    assert found[:22] == expected[:22]
-
-
-def test_larger_batches_of_fewer_ranks_are_the_same() -> None:
-    """With as many samples per step as before, the batches of all ranks together are those of the whole epoch."""
-    expected, _ = Ranks(2, 4, seeds=3).run()
-    consumed, states = Ranks(2, 4, seeds=3).run(1)
-    ranks = Ranks(1, 8, seeds=3)
-    ranks.resume(states)
-    more, states = ranks.run()
-    assert consumed + more == [*expected[:2], expected[2][:6]]
-    assert states[0]["consumed"] == len(expected)
-
-
 def test_new_workers_draw_again() -> None:
     """The workers of new ranks draw no number that any rank drew in this epoch, and the same numbers at each resume."""
     consumed, states = Ranks(1, 2, num_workers=2).run(3)
@@ -161,20 +100,6 @@ def test_new_workers_draw_again() -> None:
     assert found[0] == found[1]
     draws = [sample[1] for batch in consumed + found[0] for sample in batch]
     assert len(set(draws)) == len(draws)
-
-
-def test_other_workers_continue_in_the_order() -> None:
-    """With a different number of workers the order continues, and new workers draw no number that was drawn before."""
-    for before, after in ((2, 0), (2, 3)):
-        expected = permutation(1)
-        consumed, states = Ranks(1, 2, num_workers=before).run(3)
-        ranks = Ranks(1, 2, num_workers=after)
-        ranks.trackers[0].load_state_dict(states[0])
-        more, _ = ranks.run()
-        assert indices(consumed + more) == expected
-        if after:
-            draws = [sample[1] for batch in consumed + more for sample in batch]
-            assert len(set(draws)) == len(draws)
 
 
 @given(
@@ -283,16 +208,10 @@ def test_each_sample_once(length: int, data: st.DataObject) -> None:
 @settings(max_examples=25, deadline=None)
 @given(length=st.integers(0, 30), num_ranks=st.integers(1, 4), num=st.integers(0, 8))
 def test_begin(length: int, num_ranks: int, num: int) -> None:
-    """Ranks that have consumed as many samples each have consumed the beginning of the order."""
+    """Ranks that are together have consumed the beginning of the order; those that are apart have consumed none."""
     num = min(num, length // num_ranks)
     assert Rest(length=length, consumed=((num,) * num_ranks,)).begin == num * num_ranks
-
-
-def test_begin_of_ranks_that_are_apart() -> None:
-    """A rest with gaps has no beginning, unless nothing is left."""
-    assert Rest(length=6, consumed=((2, 1),)).begin == 3
-    assert Rest(length=6, consumed=((2, 0),)).begin is None
-    assert Rest(length=6, consumed=((3, 3),)).begin == 6
+    assert [Rest(length=6, consumed=(nums,)).begin for nums in ((2, 1), (2, 0), (3, 3))] == [3, None, 6]
 
 
 def test_listed_indices() -> None:

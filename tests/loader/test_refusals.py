@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
-from tests.loader.loops import follow, resumable_loop, safe, seed
+from tests.loader.loops import follow, resumable_loop, seed
 from tests.loader.made import (
     Counting,
     Drawing,
@@ -25,13 +25,13 @@ from tests.loader.made import (
     Echo,
     EndsAlike,
     Equipped,
-    EquippedStream,
     Negative,
     Rude,
     Stateful,
     Stream,
     Swelling,
 )
+from tests.state.objects.round_trips import through_a_file
 
 
 def cut(make: Callable[[], DataLoader[Any]], position: int = 3) -> Any:
@@ -40,7 +40,7 @@ def cut(make: Callable[[], DataLoader[Any]], position: int = 3) -> Any:
     tracker, loader = follow(make())
     list(loader)
     list(itertools.islice(batches := iter(loader), position))
-    state = safe(tracker.state_dict(position))
+    state = through_a_file(tracker.state_dict(position))
     del batches
     tracker.close_workers()
     return state
@@ -62,16 +62,6 @@ REPLAYS: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
     "objects differ early": (lambda: samples(EndsAlike(is_object=True)), lambda: samples(EndsAlike(3, True)), 14),
     "other length": (lambda: batches_of(40), lambda: batches_of(39), 5),
     "generator of the sampler": (lambda: samples(Equipped(random.Random(1))), lambda: samples(Equipped()), 3),
-    "generator of the stream": (
-        lambda: DataLoader(EquippedStream(random.Random(3)), 2),
-        lambda: DataLoader(EquippedStream(), 2),
-        2,
-    ),
-    "generator in a worker": (
-        lambda: DataLoader(EquippedStream(random.Random(3)), 2, num_workers=1),
-        lambda: DataLoader(EquippedStream(), 2, num_workers=1),
-        2,
-    ),
 }
 
 

@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import pickle
 import random
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_faulttolerant import FingerprintMismatchError, InterruptibleSampler, NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader.resumable_run import from_json, to_json
+from lightning_faulttolerant.state.packing import pack_blobs
+from tests import data_sets
 from tests.data_sets import PythonShuffle
 from tests.laws.processes import run_ranks
-from tests.loader.loops import Event, assert_resumable, listed, own_draws, resumable_loop, seed
-from tests.loader.made import Drawing, Echo, OwnIterator, SampledRange, Stream, Tasks, generator
-
-
-class CountingStream(IterableDataset[Any]):
-    """Keeps tensors, tuples, and numbers as keys in its state."""
-
-    place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.place < 5:
-            self.place += 1
-            yield torch.tensor([self.place, torch.rand(()).item()])
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place in several forms."""
-        return {"n": {self.place: (torch.tensor([[self.place]], dtype=torch.int16), b"x", None)}, "blob": float("inf")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the place from its tensor."""
-        [(number, (tensor, text, nothing))] = state["n"].items()
-        assert (tensor.dtype, tensor.tolist(), text, nothing) == (torch.int16, [[number]], b"x", None)
-        self.place = number
+from tests.loader.loops import Event, assert_resumable, follow, listed, own_draws, resumable_loop, seed
+from tests.loader.made import (
+    BufferShuffle,
+    Drawing,
+    DrawsAll,
+    Echo,
+    Slices,
+    Stream,
+    Threaded,
+    generator,
+)
 
 
 class Doubling(ResumableDataLoader[Any]):
@@ -60,59 +54,148 @@ class Doubling(ResumableDataLoader[Any]):
             yield batch * 2
 
 
-def drawn(samples: list[Any]) -> Any:
-    """Return a batch with a random number."""
-    return torch.tensor([[x.item() for (x,) in samples], [torch.rand(()).item()] * len(samples)])
-
-
 def small(**arguments: Any) -> ResumableDataLoader[Any]:
     """Return a loader of 5 batches."""
     return ResumableDataLoader(Drawing(5), batch_size=1, shuffle=True, **arguments)
 
 
-ROWS: dict[str, Callable[..., Any]] = {
-    "shuffled": lambda **more: ResumableDataLoader(Drawing(7), 2, shuffle=True, **more),
-    "last dropped": lambda **more: ResumableDataLoader(Drawing(7), 2, shuffle=True, drop_last=True, **more),
-    "generator": lambda **more: ResumableDataLoader(Drawing(7), 2, shuffle=True, generator=generator(), **more),
-    "no batching": lambda **more: ResumableDataLoader(Drawing(5), None, sampler=RandomSampler(range(5)), **more),
-    "distributed": lambda **more: ResumableDataLoader(
-        Drawing(9), 2, sampler=DistributedSampler(range(9), 2, 1, seed=5), **more
-    ),
+def sharing(length: int, size: int, **more: Any) -> ResumableDataLoader[Any]:
+    """Return a loader whose sampler and data set draw from one generator."""
+    data = Drawing(length)
+    data.shared = own = generator()  # type: ignore[attr-defined]
+    data.lazy = type("Both", (), {"random": lambda self: torch.rand((), generator=own).item()})()  # type: ignore[assignment]
+    return ResumableDataLoader(data, size, sampler=RandomSampler(data, generator=own), **more)
+
+
+MixedBatches = [
+    [0],
+    [1, True],
+    [(1, torch.tensor(2))],
+    (3, [4]),
+    [],
+    [{"video": "a.mp4", 3: (1, 2)}, b"x"],
+    np.arange(2),
+]
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "shuffled": lambda: {"shuffle": True},
+    "last dropped": lambda: {"shuffle": True, "drop_last": True},
+    "loader's generator": lambda: {"shuffle": True, "generator": generator()},
+    "sampler's generator": lambda: {"sampler": RandomSampler(range(9), generator=generator())},
+    "replacement": lambda: {"sampler": RandomSampler(range(9), True, num_samples=11)},
+    "several passes": lambda: {"sampler": RandomSampler(range(9), num_samples=19)},
+    "part of a pass": lambda: {"sampler": RandomSampler(range(18), num_samples=9)},
+    "subset": lambda: {"sampler": SubsetRandomSampler([7 * k for k in range(9)])},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([0.5, 0.5, 2.0], 11)},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(9)), 2, drop_last=False)},
+    "list of batches": lambda: {"batch_sampler": [[0], [1, 0], [1]]},
+    "no batching": lambda: {"batch_size": None, "shuffle": True},
+    "distributed": lambda: {"sampler": DistributedSampler(range(9), 2, 1, seed=5)},
+    "distributed, batches": lambda: {
+        "batch_sampler": BatchSampler(DistributedSampler(range(9), 3, 2, drop_last=True), 2, drop_last=True)
+    },
+    "drawn one by one": lambda: {"sampler": Threaded()},
+    "own class": lambda: {"sampler": PythonShuffle(9)},
+    "sampler of ours": lambda: {"sampler": InterruptibleSampler(9)},
+    "per_sample": lambda: {"shuffle": True, "worker_rng": "per_sample", "seed": 3},
+}
+
+
+def of_sampler(name: str, **more: Any) -> ResumableDataLoader[Any]:
+    """Return a loader with one of the samplers."""
+    arguments = SAMPLERS[name]()
+    if "batch_sampler" not in arguments:
+        arguments = {"batch_size": 2, **arguments}
+    return ResumableDataLoader(Drawing(9), **arguments, **more)
+
+
+ROWS: dict[str, Callable[..., Any]] = {name: partial(of_sampler, name) for name in SAMPLERS} | {
+    "objects": lambda **more: ResumableDataLoader(Echo(), 2, sampler=Slices(), collate_fn=list, **more),
     "drawn at its start": lambda **more: ResumableDataLoader(Echo(), None, sampler=PythonShuffle(9), **more),
-    "own iterator": lambda **more: ResumableDataLoader(Echo(), None, sampler=OwnIterator(), **more),
-    "sampler of ours": lambda **more: ResumableDataLoader(Drawing(7), 2, sampler=InterruptibleSampler(7), **more),
-    "iterable": lambda **more: ResumableDataLoader(Stream(7), 2, **more),
-    "sampler of an iterable": lambda **more: ResumableDataLoader(SampledRange(), 3, **more),
-    "tasks": lambda **more: ResumableDataLoader(Tasks(), None, **more),
-    "stateful stream": lambda **more: ResumableDataLoader(CountingStream(), 2, **more),
-    "per_sample": lambda **more: ResumableDataLoader(Drawing(7), 2, worker_rng="per_sample", seed=3, **more),
+    "mixed batches": lambda **more: ResumableDataLoader(Echo(), batch_sampler=MixedBatches, collate_fn=list, **more),
+    "shared generator": lambda **more: sharing(9, 2, **more),
     "subclass": lambda **more: Doubling(Drawing(5), 2, shuffle=True, **more),
+    "iterable": lambda **more: ResumableDataLoader(Stream(7), 2, **more),
+    "shuffle buffer": lambda **more: ResumableDataLoader(data_sets.Stream(13), 3, **more),
+    "uneven": lambda **more: ResumableDataLoader(data_sets.UnevenStream(), 4, **more),
+    "batches of an iterable": lambda **more: ResumableDataLoader(Stream(7), None, **more),
+    "all at once": lambda **more: ResumableDataLoader(data_sets.ManyAtOnceDataset(7), 2, **more),
+    "worker_init": lambda **more: ResumableDataLoader(
+        data_sets.NoisyDataset(7), 2, worker_init_fn=data_sets.drawing_worker_init, **more
+    ),
 }
-WORKERS: dict[str, dict[str, Any]] = {
-    "2 workers": {"num_workers": 2},
-    "2 persistent workers": {"num_workers": 2, "persistent_workers": True},
-}
-FAST = {("shuffled", "2 persistent workers"), ("iterable", "2 workers")}
+WORKERS: tuple[dict[str, Any], ...] = (
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2},
+    {"num_workers": 3, "persistent_workers": True, "prefetch_factor": 3},
+    {"num_workers": 1},
+)
+FAST = ("shuffled", "no batching", "drawn one by one", "objects", "iterable", "uneven", "all at once", "worker_init")
+NOT_PLAIN = ("per_sample", "subclass")
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_position_resumes_exactly(row: str) -> None:
     """Before the first iteration and after each batch, including the last ones, with states that JSON holds."""
-    assert_resumable(ROWS[row], cuts=slice(None, None, 2), is_plain=row not in ("per_sample", "subclass"))
+    assert_resumable(ROWS[row], cuts=slice(None, None, 2), is_plain=row not in NOT_PLAIN)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 @pytest.mark.parametrize(
     ("row", "workers"),
     [
-        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
-        for pair in itertools.product(ROWS, WORKERS)
-        if pair[0] != "stateful stream"
+        pytest.param(row, workers, marks=() if row in FAST and FAST.index(row) % 4 == k else pytest.mark.slow)
+        for row in ROWS
+        for k, workers in enumerate(WORKERS)
     ],
+    ids=str,
 )
-def test_positions_resume_exactly_with_workers(row: str, workers: str) -> None:
+def test_positions_resume_exactly_with_workers(row: str, workers: dict[str, Any]) -> None:
     """The draws of the workers continue too, whether they live for one epoch or for all."""
-    plain = row not in ("per_sample", "subclass")
-    assert_resumable(partial(ROWS[row], **WORKERS[workers]), cuts=slice(None, None, 3), is_plain=plain)
+    assert_resumable(partial(ROWS[row], **workers), cuts=slice(None, None, 4), is_plain=row not in NOT_PLAIN)
+
+
+@pytest.mark.slow
+def test_spawned_workers_resume_exactly() -> None:
+    """Spawned workers get their state and setup by pickle, and continue exactly."""
+    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    assert_resumable(partial(ROWS["shuffled"], **spawned), cuts=slice(1, None, 5))
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "few": lambda: (random.random(), torch.rand(3)),
+    "many": lambda: (torch.rand(20_000), np.random.rand(700), [random.random() for _ in range(1_000)]),
+    "Gaussians": lambda: (torch.randn(3), np.random.randn(3), random.gauss(0, 1)),
+    "seeded": lambda: (seed(5), torch.rand(700)),
+    "torch seeded": lambda: (torch.manual_seed(torch.initial_seed() + 1), torch.rand(700))[1],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("sampler", [BufferShuffle, DrawsAll])
+def test_sampler_that_draws_as_it_goes_continues_exactly(others: str, sampler: type) -> None:
+    """The rest is the same although the sampler draws between batches and remembers its draws, and others draw too."""
+    assert_resumable(
+        lambda: ResumableDataLoader(Echo(), None, sampler=sampler()),
+        num_epochs=1,
+        cuts=slice(2, None, 13),
+        draw=lambda: repr(OTHERS[others]()),
+    )
+
+
+@pytest.mark.parametrize(("others", "most"), [("few", 2), ("many", 3), ("Gaussians", 60), ("torch seeded", 9)])
+def test_the_position_hardly_grows(others: str, most: int) -> None:
+    """A batch adds a few bytes to a checkpoint where other code draws; a cached Gaussian adds some more."""
+    drawn = (int(torch.randint(50, ())) + random.randrange(50) + np.random.randint(50) for _ in range(400))
+    tracker, loader = follow(DataLoader(Echo(), None, sampler=drawn))
+    batches, sizes = iter(loader), []
+    for k in (200, 400):
+        for _ in range(200):
+            next(batches)
+            OTHERS[others]()
+        sizes.append(len(pack_blobs(tracker.state_dict(k))["blobs"]["data"]))
+    assert sizes[1] - sizes[0] < 200 * most
 
 
 def counted_loop(loader: Any, epoch: int, *, counts: bool) -> Iterator[Any]:
@@ -139,7 +222,7 @@ def test_a_sampler_that_is_told_by_in_epoch_continues(counts: bool) -> None:
     assert_resumable(make, epoch_of=epoch_of, num_epochs=3, is_plain=False)
 
 
-@pytest.mark.parametrize("arguments", [{}, WORKERS["2 persistent workers"]])
+@pytest.mark.parametrize("arguments", [{}, WORKERS[0]])
 def test_an_epoch_that_is_cut_short_on_purpose_is_ended(arguments: dict[str, Any]) -> None:
     """After `end_epoch` the loop ends, and a state begins the next epoch."""
     assert_resumable(
@@ -147,71 +230,17 @@ def test_an_epoch_that_is_cut_short_on_purpose_is_ended(arguments: dict[str, Any
     )
 
 
-def test_samples_seeded_one_by_one_resume_with_another_number_of_workers() -> None:
-    """With worker_rng="per_sample" the draws of the samples continue alike with 0 workers and with 2."""
-
-    def make(num_workers: int) -> ResumableDataLoader[Any]:
-        data, more = TensorDataset(torch.arange(9.0)), {"worker_rng": "per_sample", "seed": 5, "collate_fn": drawn}
-        return ResumableDataLoader(data, batch_size=2, shuffle=True, num_workers=num_workers, **more)
-
-    seed(1)
-    saved: list[Any] = []
-    reference = resumable_loop(make(0), num_epochs=2, saved=saved)
-    for number, num_workers in ((2, 2), (5, 0), (8, 2)):
-        seed(number)
-        position, state = saved[number]
-        loader = make(num_workers)
-        loader.load_state_dict(state)
-        assert resumable_loop(loader, num_epochs=2) == reference[position:]
-
-
-def with_states(loader: ResumableDataLoader[Any], states: list[Any] | None = None) -> list[Any]:
-    """Return a loop's events up to the end of the second epoch; note the state before it, and after each batch."""
-    events = []
-    states = [] if states is None else states
-    states.append(loader.state_dict())
-    for epoch in range(loader.epoch, 2):
-        for batch in loader:
-            events.append((epoch, batch.tolist(), own_draws()))
-            states.append(loader.state_dict())
-    return events
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_state_that_was_loaded_last_is_continued_from(num_workers: int) -> None:
-    """Nothing is left of the state that was loaded first, wherever in their epochs the two are."""
-
-    def make() -> ResumableDataLoader[Any]:
-        dataset = Drawing(2)
-        dataset.lazy = random.Random(7)
-        return ResumableDataLoader(dataset, shuffle=True, num_workers=num_workers)
-
-    seed(1)
-    states: list[Any] = []
-    events = with_states(make(), states)
-    for before, last in itertools.product(states[::2], range(0, len(states), 2)):
-        loader = make()
-        loader.load_state_dict(before)
-        loader.load_state_dict(states[last])
-        assert with_states(loader) == events[last:]
-
-
-def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() -> None:
+@pytest.mark.parametrize("row", ["shuffled", "drawn at its start"])
+def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches(row: str) -> None:
     """A state taken between ``iter`` and the first ``next``, here or after a resume, begins with batch 0."""
-    for make in (small, ROWS["drawn at its start"], ROWS["own iterator"]):
-        assert_begun_state_resumes(make)
-
-
-def assert_begun_state_resumes(make: Callable[[], Any]) -> None:
-    """Assert that it does."""
     seed(1)
-    loader = make()
+    loader = ROWS[row]()
     batches = iter(loader)
     state = loader.state_dict()
     reference = [(listed(batch), *own_draws()) for batch in batches]
     for _ in range(2):
         seed(2)
-        resumed = make()
+        resumed = ROWS[row]()
         resumed.load_state_dict(state)
         batches = iter(resumed)
         random.random()
@@ -304,54 +333,18 @@ def test_what_is_set_after_a_load_takes_effect() -> None:
     assert [listed(batch) for batch in resumed] == [[[index]] for index in rest]
 
 
-class Slow(Dataset[float]):
-    """Loads one sample in 6 seconds, and can't load another one."""
+class Broken(Drawing):
+    """Can't load one of its samples."""
 
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
+    def __getitem__(self, index: int) -> Any:
         if index == 6:
             raise OSError("a broken file")
-        time.sleep(6 * (index == 2))
-        return random.random()
+        return index
 
 
-class SlowStream(IterableDataset[float]):
-    """Loads its second sample in 6 seconds."""
-
-    def __iter__(self) -> Iterator[float]:
-        for k in range(5):
-            time.sleep(6 * (k == 1))
-            yield random.random()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dataset", [Slow(), SlowStream()], ids=["map-style", "iterable"])
-def test_state_waits_for_a_slow_worker(dataset: Any) -> None:
-    """A state that needs what persistent workers still fetch waits for it, however long that takes."""
-    states, rests = [], []
-    for _ in range(2):
-        loader = ResumableDataLoader(
-            dataset, num_workers=2, batch_size=None, prefetch_factor=1, persistent_workers=True
-        )
-        seed(1)
-        if states:
-            loader.load_state_dict(states[0])
-        else:
-            next(iter(loader))
-            loader.end_epoch()
-            states.append(loader.state_dict())
-        rests.append([float(next(batches)) for batches in [iter(loader)] for _ in range(4)])
-    assert rests[0] == rests[1]
-
-
-@pytest.mark.slow
 def test_state_does_not_wait_for_a_batch_that_failed() -> None:
     """A worker that could not fetch what it was given leaves no state: that is said at once."""
-    loader = ResumableDataLoader(
-        Slow(), sampler=[0, 1, 6, 6], num_workers=2, batch_size=None, prefetch_factor=2, persistent_workers=True
-    )
+    loader = ResumableDataLoader(Broken(8), None, sampler=[0, 1, 6, 6], **WORKERS[0])
     next(iter(loader))
     loader.end_epoch()
     with pytest.raises(NotExactError, match="no state after 2 batches"):
@@ -366,42 +359,11 @@ def made(**arguments: Any) -> ResumableDataLoader[Any]:
     return ResumableDataLoader(Drawing(9), batch_size=2, shuffle=True, **arguments)
 
 
-def epochs(loader: Any, *, num_epochs: int, saved: list[Any] | None = None, first: int = 0) -> list[Any]:
-    """Return the events of a loop that sets no epochs, and put the state after each batch into `saved`."""
-    events = []
-    for epoch in range(first, num_epochs):
-        for batch in loader:
-            events.append((epoch, listed(batch), *own_draws()))
-            if saved is not None:
-                saved.append((epoch, loader.state_dict()))
-        if saved is not None:
-            saved.append((epoch + 1, loader.state_dict()))
-    return events
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "distributed sampler"])
+@pytest.mark.parametrize("kind", ["shuffled", "distributed"])
 def test_every_position_resumes_exactly_under_fabric(kind: str) -> None:
     """The state is available through the wrapper; the epochs that Fabric sets on the sampler continue too."""
-
-    def wrapped() -> Any:
-        if kind == "shuffled":
-            loader = made()
-        else:
-            sampler = DistributedSampler(range(9), num_replicas=2, rank=1)
-            loader = ResumableDataLoader(Drawing(9), batch_size=2, sampler=sampler)
-        return Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
-
-    seed(1)
-    saved: list[Any] = []
-    reference = epochs(wrapped(), num_epochs=4, saved=saved)
-    per_epoch = len(reference) // 4
-    for number, (epoch, state) in enumerate(saved):
-        loader = wrapped()
-        seed(100 + number)
-        loader.load_state_dict(state)
-        done = number + 1 - number // (per_epoch + 1)
-        done -= number % (per_epoch + 1) == per_epoch
-        assert epochs(loader, num_epochs=4, first=epoch) == reference[done:], f"state {number}"
+    fabric = Fabric(accelerator="cpu", devices=1)
+    assert_resumable(lambda: fabric.setup_dataloaders(ROWS[kind]()), num_epochs=3, is_plain=False)
 
 
 def test_fabric_saves_and_loads_it(tmp_path: Path) -> None:
@@ -421,32 +383,30 @@ def on_two_ranks(directory: Path, rank: int) -> None:
     """Run all cases on one of two ranks."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
+
+    def wrapped() -> Any:
+        return fabric.setup_dataloaders(made(**arguments))
+
     for arguments in ({}, {"num_workers": 2}):
-        seed(1 + rank)
+        assert_resumable(wrapped, cuts=slice(1, None, 3), is_plain=False)
+        seed(1)
         saved: list[Any] = []
-        loader = fabric.setup_dataloaders(made(**arguments))
+        loader = wrapped()
         assert isinstance(loader.sampler, DistributedSampler)
-        reference = epochs(loader, num_epochs=3, saved=saved)
-        assert len(reference) == 9
-        for number in (1, 7) if not arguments else (5,):
-            epoch, state = saved[number]
-            done = number + 1 - (number + 1) // 4
-            seed(50)
-            resumed = fabric.setup_dataloaders(made(**arguments))
-            resumed.load_state_dict(state)
-            assert epochs(resumed, num_epochs=3, first=epoch) == reference[done:], number
-            # A state that is loaded before Fabric rebuilds the loader is not lost.
-            seed(51)
-            early = made(**arguments)
-            early.load_state_dict(state)
-            assert epochs(fabric.setup_dataloaders(early), num_epochs=3, first=epoch) == reference[done:], number
+        reference = resumable_loop(loader, num_epochs=2, saved=saved)
+        position, state = saved[2]
+        # A state that is loaded before Fabric rebuilds the loader is not lost.
+        seed(51)
+        early = made(**arguments)
+        early.load_state_dict(state)
+        assert resumable_loop(fabric.setup_dataloaders(early), num_epochs=2) == reference[position:]
     # If Fabric does not put in its sampler after all, the beginning of the iteration reports it.
     early = made(**arguments)
     early.load_state_dict(state)
     with pytest.raises(FingerprintMismatchError, match=r"over DistributedSampler' then, '.* over RandomSampler' now"):
         iter(early)
     states = [None, None]
-    torch.distributed.all_gather_object(states, saved[1][1])
+    torch.distributed.all_gather_object(states, state)
     with pytest.raises(FingerprintMismatchError, match=rf"rank {1 - rank} then, {rank} now"):
         loader.load_state_dict(states[1 - rank])
     (directory / str(rank)).write_text(str([event[1] for event in reference]))
@@ -460,12 +420,6 @@ def test_each_of_two_ranks_resumes_from_its_own_state(tmp_path: Path) -> None:
     assert codes == [0, 0], [output.read_text() for output in outputs]
     texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert texts[0] != texts[1]
-
-
-def test_other_loaders_are_left_as_they_are() -> None:
-    """Fabric's wrapper of a plain loader still has no state."""
-    wrapped = Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader(range(3)))
-    assert not hasattr(wrapped, "state_dict")
 
 
 # As torchdata's StatefulDataLoader.
@@ -528,14 +482,12 @@ class TooLong(IterableDataset[int]):
         return iter(range(4))
 
 
-@pytest.mark.parametrize("is_asked_late", [False, True])
-def test_torch_warns_of_more_samples_than_the_length(is_asked_late: bool) -> None:
-    """As with torch's loader, the warning comes once the length was used, before the first iteration or after it."""
+def test_torch_warns_of_more_samples_than_the_length() -> None:
+    """As with torch's loader, the warning comes once the length was used, not before."""
     loader = ResumableDataLoader(TooLong(), batch_size=1)
-    if is_asked_late:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert len(list(iter(loader))) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(iter(loader))) == 4
     assert len(loader) == 2
     with pytest.warns(UserWarning, match="Length of IterableDataset"):
         assert len([batch for batch in loader]) == 4  # noqa: C416 - list() would use the length
@@ -562,40 +514,3 @@ def test_what_json_lacks_comes_back(value: Any) -> None:
     assert str(back) == str(value)
     if isinstance(value, torch.Tensor):
         assert (back.dtype, back.shape) == (value.dtype, value.shape)
-
-
-SCRIPT = """
-import torch
-from lightning_faulttolerant import ResumableDataLoader
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        return index, torch.rand(()).item()
-
-loader = ResumableDataLoader(Data(), batch_size=2, shuffle=True, num_workers={num_workers})
-states, sizes = [], []
-for epoch in range(4):
-    for batch in loader:
-        state = loader.state_dict()
-        checkpoint = {{"loader": state}}
-        states.append(state)
-        print(len(str(state)))
-        last = [value.tolist() for value in batch]
-resumed = ResumableDataLoader(Data(), batch_size=2, shuffle=True, num_workers={num_workers})
-resumed.load_state_dict(states[-2])
-assert [[value.tolist() for value in batch] for batch in resumed] == [last]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_state_in_a_global_of_the_script_is_no_part_of_the_next(num_workers: int, tmp_path: Path) -> None:
-    """A loop at the top of a script keeps its states beside the data set's other globals; they do not grow."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(num_workers=num_workers))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    sizes = list(map(int, done.stdout.split()))
-    assert max(sizes[4:]) < 1.2 * max(sizes[2:4])

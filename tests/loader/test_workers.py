@@ -190,20 +190,6 @@ def test_process_with_living_workers_can_end() -> None:
     assert ended.stderr.strip().endswith("RuntimeError: of the user")
 
 
-def _fail_with_an_iterator() -> None:
-    batches = iter(follow(DataLoader(Drawing(40), batch_size=1, num_workers=1))[1])
-    next(batches)
-    raise RuntimeError("of the user")
-
-
-def test_process_of_multiprocessing_with_living_workers_can_end() -> None:
-    """The same in a process that calls no function of atexit, such as a rank that Lightning spawns."""
-    child = multiprocessing.get_context("fork").Process(target=_fail_with_an_iterator)
-    child.start()
-    child.join()
-    assert child.exitcode == 1
-
-
 @pytest.mark.parametrize("kind", [DataLoader, ResumableDataLoader])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_workers_end_if_their_parent_is_killed_while_they_start(
@@ -310,32 +296,6 @@ def test_state_that_is_on_its_way_is_waited_for() -> None:
     threading.Timer(0.05, ring.note_failure, (0,)).start()
     with pytest.raises(LookupError, match="no state after 2 batches"):
         ring.get(0, 2)
-
-
-def _work(ring: WorkerRing) -> None:
-    ring.register(1, os.getpid())
-    ring.put(1, 3, b"state")
-    while not ring.is_closing(1):
-        time.sleep(0.001)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_memory_is_shared_with_a_worker(method: str) -> None:
-    """The main process reads what a forked or spawned worker writes, and the worker sees that it must end."""
-    ring = WorkerRing(num_workers=2, num_slots=4, slot_bytes=8)
-    ring.put(0, 0, b"mine")
-    worker = multiprocessing.get_context(method).Process(target=_work, args=(ring,))
-    worker.start()
-    found = None
-    while found is None:
-        with contextlib.suppress(LookupError):
-            found = ring.get(1, 3)
-    assert found == b"state"
-    assert not ring.is_closing(1)
-    assert ring.close() == [worker.pid]  # worker 0 has never started
-    worker.join()
-    assert worker.exitcode == 0
-    assert ring.get(0, 0) == b"mine"
 
 
 def test_what_workers_say_arrives() -> None:
