@@ -98,14 +98,15 @@ def again(**more: Any) -> Start:
     return one(ckpt=find, seed=99, options={"dirpath": "again"}, **more)
 
 
+# Those that raise come after the first one, whose whole run is theirs, too.
 SCENARIOS: dict[str, list[Start]] = {
     "nothing is wrong": [recorded(is_step), again()],
     "accumulated": [recorded(is_step, accumulate_grad_batches=3), again(accumulate_grad_batches=3)],
-    "nan": [recorded(module=Spoilt)],
-    "stop": [recorded(module=Spoilt, stop=True)] * 2,
     "exception": [recorded(callbacks=lambda: Raises("on_before_backward")), again()],
+    "stop": [recorded(module=Spoilt, stop=True)] * 2,
     "exception after the optimizer, saved before": [recorded(every=3, callbacks=lambda: Raises("on_train_batch_end"))],
     "overflow that a scaler looks for": [recorded(module=Overflows)],
+    "nan": [recorded(module=Spoilt)],
     "overflow": [recorded(module=OverflowsUnscaled)],
 }
 
