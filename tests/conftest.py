@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ import torch
 
 from lightning_faulttolerant.state.objects.walk import users_namespaces
 from tests.emulators import EMULATORS, WARNING, use_clients
-from tests.harness import durations
 from tests.harness.servers import server
 from tests.s3 import CREDENTIALS, client, start_server
 
@@ -34,7 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts backgrou
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
-_SIGNS = "_SIGNS_OF_SLOW_TESTS in tests/harness/durations.py"
 _CLIENTS = (("s3fs", "S3FileSystem"), ("adlfs", "AzureBlobFileSystem"), ("gcsfs", "GCSFileSystem"))
 _PART_BYTES = 5 * 1024 * 1024
 
@@ -48,7 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the requested part, or one case of each test."""
-    assert_slow_tests_are_found(items)
     part, num_parts = map(int, config.getoption("--part").split("/"))
     if items:
         first = zlib.crc32(items[0].path.name.encode())  # a file of few tests has them in any part
@@ -56,14 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--one-of-each-law"):
         fast = [item for item in reversed(items) if item.get_closest_marker("slow") is None]
         items[:] = {item.nodeid.partition("[")[0]: item for item in fast}.values()  # the first of each is kept
-
-
-def assert_slow_tests_are_found(items: list[pytest.Item]) -> None:
-    """Refuse slow tests in a file that `make slow` leaves out."""
-    files = {item.path for item in items if item.get_closest_marker("slow") is not None}
-    lost = sorted(file.name for file in files if not durations.may_have_slow_tests(file))
-    if lost:
-        raise pytest.UsageError(f"These files seem to have no slow tests, but have: {', '.join(lost)}. See {_SIGNS}.")
 
 
 def pytest_collection_finish() -> None:
@@ -167,13 +155,3 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let uploads to S3 send parts of the smallest size, in bytes."""
     monkeypatch.setitem(fsspec.config.conf, "s3", {"default_block_size": _PART_BYTES})
     return _PART_BYTES
-
-
-@pytest.fixture
-def whole_reports() -> Iterator[None]:
-    """Let runs print what they log at ``DEBUG``, through the handlers of pytest: whole reports, with their notes."""
-    logger = logging.getLogger("lightning_faulttolerant")
-    before = logger.level
-    logger.setLevel(logging.DEBUG)
-    yield
-    logger.setLevel(before)

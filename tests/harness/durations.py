@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 RECORDED = Path(__file__).parent.parent / "durations.json"
-_SIGNS_OF_SLOW_TESTS = ("slow", "any_url", "remote_url")
-"""The mark, and fixtures that have it for some stores."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,15 +85,6 @@ def record(reports: Mapping[str, Report], kind: str) -> None:
     for file, report in reports.items():
         recorded.setdefault(file, {})[kind] = round(report.seconds, 1)
     RECORDED.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
-
-
-def may_have_slow_tests(file: Path) -> bool:
-    """Return whether a file can have slow tests. To start pytest only to find none takes 0.15 s of processor time.
-
-    tests/conftest.py refuses a slow test in a file for which this returns False.
-    """
-    text = file.read_text()
-    return any(sign in text for sign in _SIGNS_OF_SLOW_TESTS)
 
 
 def _recorded() -> dict[str, dict[str, Any]]:

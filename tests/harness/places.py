@@ -30,11 +30,6 @@ def make_directory() -> Path:
     return directory
 
 
-def variables_of_the_directory() -> list[str]:
-    """Return the names of the environment variables that hold the directory of this suite, which has a random name."""
-    return [name for name, value in os.environ.items() if Path(value).name.startswith(_PREFIX)]
-
-
 def on_disk() -> str:
     """Return the original directory for temporary files."""
     return os.environ.get(_ON_DISK, tempfile.gettempdir())

@@ -254,8 +254,6 @@ def main() -> int:
     options += ["-m", arguments.mark] if arguments.mark else []
     files = find_files(paths, are_shared="--part" not in rest)
     kind = "slow" if arguments.mark == "slow" else "fast"
-    if kind == "slow":
-        files = {file: found for file, found in files.items() if durations.may_have_slow_tests(ROOT / file.split()[0])}
     with _directory() as directory:
         _get_ready()
         suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory)
@@ -279,11 +277,6 @@ def _get_ready() -> None:
 def _print_summary(suite: Suite, seconds: float) -> None:
     for output in suite.failures.values():
         print(f"\n{output}")
-    slowest = sorted(suite.reports.items(), key=lambda item: -item[1].processor_seconds)[:10]
-    if seconds > 60:
-        print("\nslowest files, with their processor time:")
-        lines = [f"{each.seconds:8.1f} s  {file} ({each.processor_seconds:.1f} s)\n" for file, each in slowest]
-        print("".join(lines))
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)

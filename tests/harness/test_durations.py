@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from tests import conftest
 from tests.harness import durations
 from tests.harness.durations import Report, longest_first, record
 
@@ -38,34 +36,3 @@ def test_record_keeps_what_did_not_run_and_drops_what_is_gone(recorded: Path) ->
         "tests/test_long.py": {"fast": 20.0, "slow": 1.0},
         "tests/test_short.py": {"fast": 3.2, "slow": 90.0},
     }
-
-
-class Item:
-    """The parts of `pytest.Item` that are needed."""
-
-    def __init__(self, path: Path, mark: str) -> None:
-        self.path = path
-        self._mark = mark
-
-    def get_closest_marker(self, name: str) -> str | None:
-        """Return a mark."""
-        return name if name == self._mark else None
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "may_have"),
-    [
-        ("test_a.py", "def test_a(): pass", False),
-        ("test_a.py", "@pytest.mark.slow\ndef test_a(): pass", True),
-        ("test_a.py", "def test_a(any_url): pass", True),
-    ],
-)
-def test_files_without_slow_tests_are_left_out(name: str, text: str, may_have: bool, tmp_path: Path) -> None:
-    """A file that `make slow` leaves out must have no slow test: the suite refuses one."""
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    assert durations.may_have_slow_tests(path) == may_have
-    refused = contextlib.nullcontext() if may_have else pytest.raises(pytest.UsageError, match=r"test_a\.py")
-    with refused:
-        conftest.assert_slow_tests_are_found([Item(path, "slow")])  # type: ignore[list-item]

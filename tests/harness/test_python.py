@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -123,39 +122,6 @@ def test_ends_as_a_started_process_ends(text: str, tmp_path: Path) -> None:
     assert printed.splitlines()[-1:] == real_printed.splitlines()[-1:]
 
 
-def test_what_fails_in_a_test_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forked process does not see an exception that this process has seen."""
-    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-    assert run(["-c", "import sys; print(hasattr(sys, 'last_value'))"], tmp_path, forks=True) == (0, "False\n")
-
-
-def sessions(process_ids: list[int]) -> set[int]:
-    """Return the sessions of the processes that are still alive."""
-    found = set()
-    for process_id in process_ids:
-        with contextlib.suppress(ProcessLookupError):
-            found.add(os.getsid(process_id))
-    return found
-
-
-def test_what_runs_is_found(tmp_path: Path) -> None:
-    """A process, and a process that it started in another session, keep the mark open until they end."""
-    sleep = "import time; time.sleep(60)"
-    text = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
-    )
-    command = python.Command(words=[sys.executable, "-c", text], directory=str(tmp_path), environment={})
-    mark = tmp_path / "mark"
-    process = python.Popen(command, output=tmp_path / "output", mark=mark)
-    while len(sessions(python.marked(mark))) < 2:
-        time.sleep(0.01)
-    assert process.pid in python.marked(mark)
-    for found in python.marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(found, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-
-
 def test_nothing_of_this_process_is_written(tmp_path: Path) -> None:
     """The log handlers of pytest write nothing into a file that the forked process opens."""
     assert not logging.getLogger("lightning.pytorch").propagate  # pytest has a handler there, too
@@ -168,12 +134,6 @@ for name in (None, "lightning.pytorch"):
     code, printed = run(["-c", text], tmp_path, forks=True)
     assert (code, "said" in printed) == (0, True)
     assert [number for number in range(40) if (tmp_path / str(number)).read_text()] == []
-
-
-def test_other_programs_are_started(tmp_path: Path) -> None:
-    """Programs other than Python are started as usual."""
-    text = "import subprocess; print(subprocess.run(['sh', '-c', 'echo $0; exit 4'], capture_output=True, text=True))"
-    assert run(["-c", text], tmp_path, forks=True) == run(["-c", text], tmp_path, forks=False)
 
 
 def test_continues_without_the_process_that_forks(tmp_path: Path) -> None:

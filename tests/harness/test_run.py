@@ -17,30 +17,20 @@ FILES = {
 }
 
 
-def make_suite(directory: Path, *options: str, num_jobs: int = 2) -> Suite:
-    """Return a suite of the files above."""
-    for name, source in FILES.items():
-        (directory / name).write_text(source)
+def run(directory: Path, *names: str, num_jobs: int = 2, options: tuple[str, ...] = ()) -> Suite:
+    """Run some of the files above, and return their suite."""
+    for name in names:
+        (directory / name).write_text(FILES[name])
     (directory / "run").mkdir()
     common = ["-q", "-c", "/dev/null", f"--rootdir={directory}", "--import-mode=importlib"]
-    options = (*common, *options)
-    return Suite(num_jobs=num_jobs, options=[*options], directory=directory / "run")
+    suite = Suite(num_jobs=num_jobs, options=[*common, *options], directory=directory / "run")
+    suite.run({name: [str(directory / name)] for name in names})
+    return suite
 
 
-@pytest.fixture
-def suite(tmp_path: Path) -> Suite:
-    """A suite of the files above."""
-    return make_suite(tmp_path)
-
-
-def run(suite: Suite, tmp_path: Path, *names: str) -> None:
-    """Run some of the files."""
-    suite.run({name: [str(tmp_path / name)] for name in names})
-
-
-def test_outcomes_are_added_up(suite: Suite, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_outcomes_are_added_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each file runs its tests. A failure is named immediately, and printed in full at the end."""
-    run(suite, tmp_path, "test_good.py", "test_bad.py", "test_empty.py")
+    suite = run(tmp_path, "test_good.py", "test_bad.py", "test_empty.py")
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
     assert suite.reports["test_bad.py"].outcomes == {"passed": 1, "failed": 1}
     assert "test_empty.py" not in suite.reports
@@ -50,29 +40,23 @@ def test_outcomes_are_added_up(suite: Suite, tmp_path: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize("name", ["test_dies.py", "test_exits.py", "test_broken.py"])
-def test_a_file_that_does_not_come_to_its_end_is_a_failure(suite: Suite, tmp_path: Path, name: str) -> None:
-    """If a process is killed or a file can't be imported, the suite fails, and the other files still run."""
-    run(suite, tmp_path, name, "test_good.py")
+def test_a_file_that_does_not_come_to_its_end_is_a_failure(tmp_path: Path, name: str) -> None:
+    """A process that is killed or a file that can't be imported is a failure; the others run, and nothing is left."""
+    suite = run(tmp_path, name, "test_good.py")
     assert len(suite.failures) == 1
+    assert list((tmp_path / "run").iterdir()) == []
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
 
 
 def test_the_first_failure_ends_all_if_that_is_asked_for(tmp_path: Path) -> None:
     """With pytest's ``-x``, no other file begins after the first failure."""
-    suite = make_suite(tmp_path, "-x", num_jobs=1)
-    run(suite, tmp_path, "test_bad.py", "test_good.py")
+    suite = run(tmp_path, "test_bad.py", "test_good.py", num_jobs=1, options=("-x",))
     assert list(suite.reports) == ["test_bad.py"]
 
 
-def test_nothing_is_left(suite: Suite, tmp_path: Path) -> None:
-    """The directories of the processes are removed as they end."""
-    run(suite, tmp_path, "test_good.py", "test_dies.py")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_a_worker_that_is_spawned_does_not_import_the_runner(suite: Suite, tmp_path: Path) -> None:
+def test_a_worker_that_is_spawned_does_not_import_the_runner(tmp_path: Path) -> None:
     """The main module in the test processes contains nothing of the process that forks them."""
-    run(suite, tmp_path, "test_main.py")
+    suite = run(tmp_path, "test_main.py")
     assert suite.reports["test_main.py"].outcomes == {"passed": 1}
 
 
