@@ -141,19 +141,6 @@ class DrawingSampler(PythonShuffle):
             yield int(torch.randint(self.length, ()))
 
 
-class RaggedBatches(Sampler[list[int]]):
-    """A batch sampler: 8 batches of 2 to 5 samples, permuted by NumPy's global generator."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.permutation(32).tolist()
-        for size in (4, 2, 5, 3, 4, 5, 2, 4):
-            yield order[:size]
-            order = order[size:]
-
-
 class Squares(IterableDataset[Tensor]):
     """An iterable data set."""
 

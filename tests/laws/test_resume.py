@@ -67,7 +67,6 @@ def test_together(names: tuple[str, ...]) -> None:
 
 
 KNOWN = [
-    ("Collates", "no length"),
     ("counts and caches", "no length"),
     ("counting data set and sampler with states", "no length"),
     ("attribute of a loader", "no length"),

@@ -26,7 +26,6 @@ def iterable(made: Callable[..., Any], **values: Any) -> Callable[..., Any]:
     return made
 
 
-@iterable
 class Batches:
     """Starts over in each epoch, in another order."""
 
@@ -78,19 +77,6 @@ class ItsOwnIterator:
             raise StopIteration
         self.place += 1
         return batch_of(self.place) + self.epoch + float(self.rng.normal())
-
-
-@iterable
-class Indexed:
-    """Has no ``__iter__``: Python indexes one item after the other."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index == 6:
-            raise IndexError
-        return batch_of(index)
 
 
 @dataclass
@@ -226,18 +212,9 @@ class OneSource(LightningDataModule):
         return FromSource(self.one.source)
 
 
-@row("data", part="loaders", shows="content", takes="argument val_check_interval")
-class OneLoader(OneSource):
-    """One loader serves training and validation."""
-
-    def val_dataloader(self) -> Any:
-        return self.one
-
-
 # Subclasses of DataLoader.
 
 
-@iterable
 class ReadsAhead(DataLoader[Any]):
     """Fetches two batches ahead in a thread, as MONAI's ThreadDataLoader does; the thread draws nothing."""
 
@@ -276,48 +253,19 @@ class Repeats:
 
 @iterable
 class LivesOn(DataLoader[Any]):
-    """Keeps one iterator for all epochs, as timm's MultiEpochsDataLoader and ultralytics' InfiniteDataLoader do."""
-
-    iterator: Any = None
+    """Creates one iterator for all epochs when it is built, as timm's MultiEpochsDataLoader does."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(NoisyDataset(24), batch_size=4, shuffle=True)
         object.__setattr__(self, "batch_sampler", Repeats(self.batch_sampler))
+        self.iterator = super().__iter__()
 
     def __len__(self) -> int:
         return len(self.batch_sampler.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.iterator is None:
-            self.iterator = DataLoader.__iter__(self)
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-@iterable
-class MadeAtOnce(LivesOn):
-    """Creates its iterator when it is built, as older versions do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.iterator = DataLoader.__iter__(self)
-
-
-@row("train", part="loaders", shows="content", apart="counts")
-class SeededByEpoch(DataLoader[Any]):
-    """Counts its epochs, and seeds each with its number."""
-
-    epoch = 0
-
-    def __init__(self) -> None:
-        super().__init__(CountedSamples(24), batch_size=4, shuffle=True)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        generator = torch.Generator().manual_seed(self.epoch)
-        for batch in super().__iter__():
-            yield batch + torch.randn(batch.shape, generator=generator)
+        return (next(self.iterator) for _ in range(len(self)))
 
 
 # What loaders keep beside their batches, or read elsewhere.
@@ -354,20 +302,6 @@ add(
     "attribute of a loader", part="objects", shows="content", callbacks=Scales, apart="counts",
     train=lambda: Scaled(NoisyDataset(24), batch_size=4, shuffle=True),
 )  # fmt: skip
-
-
-@row("train", part="loaders", shows="content", apart="counts")
-class Collates(DataLoader[Any]):
-    """Collates in a method that counts and draws from a generator of the loader."""
-
-    def __init__(self) -> None:
-        self.num_collated, self.own_generator = 0, random.Random(1)
-        super().__init__(NoisyDataset(24), batch_size=4, shuffle=True, collate_fn=self.collate)
-
-    def collate(self, samples: list[Tensor]) -> Tensor:
-        """Collate."""
-        self.num_collated += 1
-        return torch.stack(samples) * (1 + 0.1 * self.num_collated + self.own_generator.random())
 
 
 seed = 0

@@ -22,63 +22,43 @@ from torchmetrics import MeanMetric
 from tests.laws.rows import Factor, Net, carried, row
 
 
+class Phase(Enum):
+    """The phase of a training."""
+
+    WARM_UP = "warm-up"
+    MAIN = "main"
+
+
 @carried
-class Numbers(Factor):
-    """A counter, a running average that is ``None`` at first, a complex number, and bytes."""
+class Values(Factor):
+    """Immutable values: numbers, one of which is ``None`` at first, bytes, dates, a path, and a member of an enum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls, self.turned, self.written = 0, 0j, b""
         self.running: float | None = None
+        self.today, self.spent, self.where = datetime(2026, 1, 30), timedelta(), Path("a")
+        self.phase = Phase.WARM_UP
 
     def factor(self, loss: Tensor) -> float:
         self.num_calls += 1
         self.turned += 1j
         self.written += bytes([self.num_calls])
         self.running = loss.item() if self.running is None else 0.9 * self.running + 0.1 * loss.item()
-        return min(1.0, self.num_calls / 20) + self.running / 10 + self.turned.imag / 9 + sum(self.written) / 100
-
-
-@carried
-class Dates(Factor):
-    """A date, a duration, and a path, all immutable."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.today, self.spent, self.where = datetime(2026, 1, 30), timedelta(), Path("a")
-
-    def factor(self, loss: Tensor) -> float:
         self.today += timedelta(days=1)
         self.spent += timedelta(hours=5)
         self.where = self.where / f"{self.today:%d}"
-        return (self.today.day + self.spent / timedelta(days=1) + len(self.where.parts)) / 30
+        self.phase = Phase.WARM_UP if self.num_calls % 3 else Phase.MAIN
+        numbers = self.num_calls + self.running + self.turned.imag + sum(self.written) / 9
+        return numbers / 20 + self.days() / 30 + (self.phase is Phase.MAIN)
 
-
-@carried
-class TensorAverages(Factor):
-    """Two running averages outside the buffers: a new tensor each time, and one that changes in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new_average, self.same_average = torch.ones(()), torch.ones(())
-
-    def factor(self, loss: Tensor) -> Tensor:
-        self.new_average = 0.9 * self.new_average + 0.1 * loss.detach().tanh()
-        self.same_average.mul_(0.8).add_(loss.detach().tanh(), alpha=0.1)
-        return self.new_average + self.same_average
-
-
-class Phase(Enum):
-    """The phase of a training."""
-
-    WARM_UP = "warm-up"
-    MAIN = "main"
-    COOL_DOWN = "cool-down"
+    def days(self) -> float:
+        return self.today.day + self.spent / timedelta(days=1) + len(self.where.parts)
 
 
 @carried
 class Collections(Factor):
-    """The collections of the standard library; the order of a dict matters, and its keys are tuples and members."""
+    """Collections and a queue of the standard library; the order of a dict matters, its keys are tuples and members."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +68,7 @@ class Collections(Factor):
         self.counts: Counter[int] = Counter()
         self.visits: dict[tuple[int, bool], int] = {}
         self.per_phase: OrderedDict[Phase, float] = OrderedDict()
+        self.waiting: Queue[float] = Queue()
 
     def factor(self, loss: Tensor) -> float:
         value = float(torch.nan_to_num(loss.detach(), posinf=1e6).clamp(max=1e6))  # other rows may let it diverge
@@ -101,81 +82,41 @@ class Collections(Factor):
         self.per_phase[phase] = self.per_phase.get(phase, 0.0) + 0.1
         self.per_phase.move_to_end(phase, last=False)
         rarest = min(self.counts.values()) / self.counts.total()
-        total = len(self.seen) / 10 + next(iter(self.per_phase.values())) + max(self.visits.values()) / 9
+        self.waiting.put(value)
+        waited = self.waiting.get() / (value + 0.1) if self.waiting.qsize() > 2 else 0.0
+        total = waited + len(self.seen) / 10 + next(iter(self.per_phase.values())) + max(self.visits.values()) / 9
         return statistics.median(self.recent) / (value + 0.1) + rarest + total + self.sums[7]
 
 
-@row("module", part="objects", shows=("mean_norm", "worst", "validation_norm"))
-class Nested(Net):
-    """Lists of tensors in a dict of dicts, of training and of validation, which its epochs replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, dict[str, list[Tensor]]] = {"train": {"loss": [], "norm": []}, "validation": {}}
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.kept["train"]["loss"].append(loss.detach())
-        self.kept["train"]["norm"].append(batch.norm())
-        self.log("mean_norm", torch.stack(self.kept["train"]["norm"]).mean())
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        super().validation_step(batch, batch_idx, dataloader_idx)
-        self.kept["validation"].setdefault("norm", []).append(batch.norm())
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.log("validation_norm", torch.stack(self.kept["validation"]["norm"]).sum())
-
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
-        self.log("worst", torch.stack(self.kept["train"]["loss"]).max())
-        self.kept["train"] = {name: [] for name in self.kept["train"]}
-
-
-@row("module", part="objects", shows="num_validated")
-class ValidationLosses(Net):
+@carried
+class ValidationLosses(Factor):
     """Keeps its validation losses, the sanity check's included, and slows down with the best."""
 
     def __init__(self) -> None:
         super().__init__()
         self.validation_losses: list[float] = []
-        self.current: list[Tensor] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("num_validated", float(len(self.validation_losses)))
-        return super().training_step(batch, batch_idx) * min(self.validation_losses, default=1.0)
+    def factor(self, loss: Tensor) -> float:
+        return min(self.validation_losses, default=1.0) + len(self.validation_losses) / 10
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
         super().validation_step(batch, batch_idx, dataloader_idx)
-        self.current.append(self.layers(batch).square().mean())
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.validation_losses.append(float(torch.stack(self.current).mean()))
-        self.current.clear()
+        self.validation_losses.append(float(self.layers(batch).square().mean()))
 
 
-@row("module", part="objects", shows="taught", takes="layers")
-class HiddenTeacher(Net):
+@row("module", part="objects", shows="factor of HiddenTeacher", takes="layers")
+class HiddenTeacher(Factor):
     """Keeps its teacher in a list, so that it is not trained; the teacher follows by a moving average."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = [copy.deepcopy(self.layers).eval()]
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            target = self.teacher[0](batch)
-            self.log("taught", self.teacher[0](torch.ones(2, 4)).sum())
-        return super().training_step(batch, batch_idx) + (self.layers(batch) - 1 - target).square().mean()
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher[0].parameters(), self.layers.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
+    @torch.no_grad()
+    def factor(self, loss: Tensor) -> Tensor:
+        for slow, fast in zip(self.teacher[0].parameters(), self.layers.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
+        return 1 + self.teacher[0](torch.ones(2, 4)).sum().tanh()
 
 
 class Transition(NamedTuple):
@@ -185,20 +126,18 @@ class Transition(NamedTuple):
     value: Tensor
 
 
-@row("module", part="objects", shows="replayed")
-class Replay(Net):
-    """Also trains on samples that it draws from a replay buffer of named tuples."""
+@carried
+class Replay(Factor):
+    """Draws from a replay buffer of named tuples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transitions: deque[Transition] = deque(maxlen=24)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.transitions.extend(Transition(row, row.sum()) for row in batch)
-        drawn = random.choices(self.transitions, k=4)
-        states, values = (torch.stack(each) for each in zip(*drawn, strict=True))
-        self.log("replayed", sum(float(each.value) for each in self.transitions))
-        return super().training_step(batch, batch_idx) + (self.layers(states).squeeze(1) - values).square().mean()
+    def factor(self, loss: Tensor) -> Tensor:
+        self.transitions.append(Transition(loss.detach(), loss.detach().tanh()))
+        states, values = map(torch.stack, zip(*random.choices(self.transitions, k=4), strict=True))
+        return 1 + states.mean().tanh() + values.sum() + len(self.transitions) / 10
 
 
 @row("module", part="objects", shows=("order_of_array", "halves"))
@@ -271,19 +210,6 @@ class Uncopied(Factor):
         return self.function(self.mixed["count"]) / 10
 
 
-@carried
-class Waiting(Factor):
-    """A queue that holds the last losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: Queue[float] = Queue()
-
-    def factor(self, loss: Tensor) -> float:
-        self.waiting.put(loss.tanh().item())
-        return 1 + (self.waiting.get() if self.waiting.qsize() > 2 else 0.0)
-
-
 class Keeper:
     """Holds a metric at a depth that a module does not see."""
 
@@ -303,3 +229,40 @@ class KeepsMetric(Factor):
         metric = self.keeper.held_metrics["train"]["mean"]
         metric.update(loss.detach())
         return 1 + metric.compute().tanh()
+
+
+@row("module", part="objects", shows=("epoch_mean", "epoch_count"), takes="copies")
+class Outputs(Net):
+    """Keeps outputs with their graphs and clears them, as Lightning's migration guide says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step_outputs: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.training_step_outputs.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("epoch_mean", torch.stack(self.training_step_outputs).mean())
+        self.log("epoch_count", float(len(self.training_step_outputs)))
+        self.training_step_outputs.clear()
+
+
+@row("module", part="held", shows=("own", "drawn"))
+class Holding(Net):
+    """Draws in its step from its own generators, one of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python = random.Random(0)
+        self.others = {"numpy": np.random.default_rng(0), "legacy": [np.random.RandomState(0)]}
+        self.torch = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        own = self.python.gauss(0, 1) + self.others["numpy"].normal() + self.others["legacy"][0].randn()
+        drawn = torch.randn((), generator=self.torch)
+        self.log_dict({"own": float(own), "drawn": drawn})
+        return super().training_step(batch + float(own) + drawn, batch_idx)

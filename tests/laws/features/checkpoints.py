@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
+from tests.laws.features.starts import stopping
 from tests.laws.rows import Net, row
 
 
@@ -18,26 +18,18 @@ class Leaves(Net):
     strict_loading = False
 
 
-@row("module", takes=("checkpoint", "optimizer", "layers", "argument accumulate_grad_batches"))
+@row("module", takes=("checkpoint", "optimizer", "layers", "argument accumulate_grad_batches"), callbacks=stopping)
 class Drops(Leaves):
-    """Saves only some of its trained layers."""
+    """Saves only some of its trained layers, and nothing that isn't weights."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         kept = {name: value for name, value in checkpoint["state_dict"].items() if "layers.0" not in name}
         checkpoint["state_dict"] = kept
-
-
-@row("module", takes=("checkpoint", "optimizer", "layers"))
-class Halves(Net):
-    """Saves its weights with half of their bits."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        weights = checkpoint["state_dict"].items()
-        checkpoint["state_dict"] = {
-            name: value.half() if value.is_floating_point() else value for name, value in weights
-        }
+        checkpoint["optimizer_states"] = []
+        checkpoint["lr_schedulers"].clear()
+        for name in ("loops", "callbacks"):
+            del checkpoint[name]
 
 
 @row("module", takes="checkpoint")
@@ -110,29 +102,15 @@ class Adapts(Hidden):
         return super().training_step(self.hidden_part(batch), batch_idx)
 
 
-def stopping() -> EarlyStopping:
-    """Return a callback with a state, which stops nothing."""
-    return EarlyStopping("val_loss", patience=9)
-
-
-@row("module", takes=("checkpoint", "optimizer"), callbacks=stopping)
-class DropsStates(Net):
-    """Leaves out all that isn't weights."""
+@row("module", takes=("checkpoint", "optimizer", "layers"), callbacks=stopping)
+class Thins(Net):
+    """Saves half of the bits of its weights; keeps parts of the states, changes some, and adds others."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["optimizer_states"] = []
-        checkpoint["lr_schedulers"].clear()
-        for name in ("loops", "callbacks"):
-            del checkpoint[name]
-
-
-@row("module", takes=("checkpoint", "optimizer"), callbacks=stopping)
-class ThinsStates(Net):
-    """Keeps parts of the states, changes some, and adds others, which it sees again."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
+        halves = {name: value.half() for name, value in weights.items() if value.is_floating_point()}
+        checkpoint["state_dict"] = {**weights, **halves}
         checkpoint["optimizer_states"] = [
             {
                 "state": {number: {"step": one["step"]} for number, one in state["state"].items()},
@@ -159,27 +137,3 @@ class SavesWhatStepsMake(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["made_in_step"] = self.made_in_step.detach()
-
-
-@row("module")
-class ExtraState(Net):
-    """Counts in its extra state in the ``state_dict``, also in validation, and computes with the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_in_extra_state = 0
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"num": self.num_in_extra_state}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.num_in_extra_state = state["num"]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.num_in_extra_state += 1
-        return super().training_step(batch + 0.01 * self.num_in_extra_state, batch_idx)
-
-    def on_validation_batch_end(self, *arguments: Any) -> None:
-        super().on_validation_batch_end(*arguments)
-        if not self.trainer.sanity_checking:
-            self.num_in_extra_state += 1

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.laws.data_sets import noise, of_kind
+from tests.laws.data_sets import noise
 from tests.laws.rows import add, row
 
 
@@ -59,22 +58,9 @@ def shuffled_stream() -> Any:
     return stream.shuffle(seed=3, buffer_size=6).map(noisy_row)
 
 
-class StreamLoader(DataLoader[Any]):
-    """Is found by its kind."""
-
-
-class TellsEpoch(Callback):
-    """Sets the stream's epoch: each epoch has another order."""
-
-    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
-        [loader] = of_kind(trainer.train_dataloader, StreamLoader)
-        loader.dataset.set_epoch(trainer.current_epoch)
-
-
 add(
     "shuffled stream",
-    callbacks=TellsEpoch,
-    train=lambda: StreamLoader(shuffled_stream(), 4, num_workers=2, collate_fn=stacked),
+    train=lambda: DataLoader(shuffled_stream(), 4, num_workers=2, collate_fn=stacked),
     **of("datasets"),
 )
 
@@ -157,14 +143,9 @@ def chunks() -> str:
     return str(directory)
 
 
-class Jittered:
-    """A transform that draws from its own generator, and from a global one."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(7)
-
-    def __call__(self, n: int) -> Tensor:
-        return torch.full((4,), n / 16) + self.rng.normal() + torch.randn(4)
+def jittered(n: int) -> Tensor:
+    """Return a sample with noise."""
+    return torch.full((4,), n / 16) + torch.randn(4)
 
 
 @row("train", **of("litdata", apart=""))
@@ -172,4 +153,4 @@ def litdata_stream() -> DataLoader[Any]:
     """A loader of torch reads LitData's data set."""
     import litdata
 
-    return DataLoader(litdata.StreamingDataset(chunks(), shuffle=True, transform=Jittered()), batch_size=4)
+    return DataLoader(litdata.StreamingDataset(chunks(), shuffle=True, transform=jittered), batch_size=4)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.laws.data_sets import NoisyDataset, of_kind
 from tests.laws.rows import Net, add, rows_of
@@ -136,31 +136,6 @@ class Leftovers(Sampler[int]):
 
 
 carried("leftovers", lambda: rows_of(24, shuffle=False, sampler=Leftovers())(), ranks=False)
-
-
-class Buckets(BatchSampler):
-    """Weights its batches by losses that a callback reports, and shifts its indices."""
-
-    def __init__(self) -> None:
-        super().__init__(RandomSampler(range(24)), 4, drop_last=False)
-        self.losses, self.shift = np.ones(24), 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in super().__iter__():
-            chosen = np.random.choice(24, size=4, replace=False, p=self.losses / self.losses.sum())
-            yield [(int(index) + self.shift) % 24 for index in chosen]
-
-
-class Reports(Callback):
-    """Reports losses to the batch sampler, and shifts it, at the end of each epoch."""
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        [sampler] = of_kind(trainer.train_dataloader, Buckets)
-        sampler.losses[trainer.global_step % 20 :] += 10 * float(trainer.callback_metrics["loss_epoch"])
-        sampler.shift += 3
-
-
-carried("buckets", lambda: DataLoader(NoisyDataset(24), batch_sampler=Buckets()), ranks=False, callbacks=Reports)
 
 
 # Data that training makes.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, random_split
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, SubsetRandomSampler, random_split
 
 from tests.laws.rows import row
 
@@ -42,20 +42,6 @@ def shuffled(values: Iterable[Any]) -> list[Any]:
     return values
 
 
-@row("data", takes="first autosave")
-class DrawnSplit(LightningDataModule):
-    """A split is drawn in ``setup``, also for the samples of the validation."""
-
-    def setup(self, stage: str) -> None:
-        self.parts = random_split(Names(40), [24, 8, 8])
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.parts[0], 4, shuffle=True, num_workers=2)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.parts[1], 4)
-
-
 @row("data", takes="first autosave", trainer={"num_sanity_val_steps": 0})
 class SplitInsideConcatenation(LightningDataModule):
     """Drawn parts of several data sets are joined; the validation loader comes late, in a resumed run after it."""
@@ -65,7 +51,7 @@ class SplitInsideConcatenation(LightningDataModule):
         self.parts = ConcatDataset([a, c]), ConcatDataset([b, d])
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.parts[0], 4, shuffle=True)
+        return DataLoader(self.parts[0], 4, shuffle=True, num_workers=2)
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.parts[1], 4)
@@ -84,12 +70,6 @@ class SplitBySamplers(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return self.loaders[1]
-
-
-@row("train", takes="first autosave")
-def drawn_indices() -> DataLoader[Tensor]:
-    """A part has the same samples in each start, in another order."""
-    return DataLoader(Subset(Names(24), torch.randperm(24).tolist()), 4)
 
 
 @row("train", takes="first autosave")

@@ -70,50 +70,34 @@ class Globals(Factor):
         return statistics.fmean(items) * CONFIG["scale"] + names / 10
 
 
-@carried
-class ClassAttributes(Factor):
-    """Counts in an attribute of its class, and shares a list with all instances."""
-
-    steps_of_class = 0
-    history_of_class: ClassVar[list[float]] = []
-
-    def factor(self, loss: Tensor) -> float:
-        ClassAttributes.steps_of_class += 1
-        self.history_of_class.append(loss.tanh().item())
-        return self.steps_of_class / 10 + statistics.fmean(self.history_of_class)
-
-
-class Outer:
-    """Has its own class, which counts."""
-
-    class Inner:
-        """Counts in an attribute of the class."""
-
-        total = 0
-
-
 def local_class() -> type:
     """Return a class that no module has under its name."""
 
     class Local:
         seen: ClassVar[list[float]] = []
 
+        class Inner:
+            total = 0
+
     return Local
 
 
 @carried
-class OtherClasses(Factor):
-    """Counts in a nested class, and in one that no module has under its name."""
+class Classes(Factor):
+    """Counts in an attribute of its class, and in those of a class that no module has under its name."""
+
+    steps_of_class = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.local = local_class()()
 
     def factor(self, loss: Tensor) -> float:
-        Outer.Inner.total += 1
-        seen = type(self.local).seen  # type: ignore[attr-defined]
-        seen.append(loss.item())
-        return (5 + Outer.Inner.total + len(seen)) / 10
+        local: Any = type(self.local)
+        Classes.steps_of_class += 1
+        local.Inner.total += 1
+        local.seen.append(loss.tanh().item())
+        return self.steps_of_class / 10 + local.Inner.total / 9 + statistics.fmean(local.seen)
 
 
 def remember(value: float, seen: list[float] = []) -> float:  # noqa: B006 - it is what the row is about

@@ -48,9 +48,11 @@ MADE: dict[str, Callable[[int], Any]] = {
     "in chunks of a sampler": lambda n: DataLoader(NoisyDataset(), 4, sampler=ChunkSampler(), num_workers=n),
 }
 for name, make in MADE.items():
-    takes = "copies" if "thread" in name else ()  # what is local to a thread can't be copied
+    is_local = "thread" in name
+    takes = "copies" if is_local else ()  # what is local to a thread can't be copied
     add(f"generator {name}", train=lambda make=make: make(0), takes=takes)
-    add(f"generator {name} of workers", train=lambda make=make: make(2), takes=takes)
+    if is_local or "transform" in name:
+        add(f"generator {name} of workers", train=lambda make=make: make(2), takes=takes)
 add("global generators", part="rng", shows="content")
 
 

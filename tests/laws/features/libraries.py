@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict, deque
-from typing import Any
+from collections import deque
 
 import gymnasium
 import numpy as np
@@ -16,9 +14,7 @@ from scipy import stats
 from scipy.stats import qmc
 from torch import Tensor
 from torch.quasirandom import SobolEngine
-from torch.utils.data import DataLoader
 
-from tests.laws.data_sets import NoisyDataset
 from tests.laws.rows import Net, row
 
 HALTON = qmc.Halton(1, seed=0)
@@ -38,26 +34,6 @@ class Engines(Net):
         drawn = float(self.frozen_noise.rvs() + self.sobol.random(2).sum() + HALTON.random(1).sum())
         self.log_dict({"drawn_by_scipy": drawn, "drawn_by_engine": self.engine.draw(2).sum()})
         return super().training_step(batch + 0.1 * drawn, batch_idx)
-
-
-class EngineSet(NoisyDataset):
-    """Draws from sequences, and from generators that a ``defaultdict`` creates on first use, for each sample."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.halton, self.noise = qmc.Halton(4, seed=0), stats.norm(0, 1)
-        self.noise.random_state = np.random.default_rng(1)
-        self.on_first_use: defaultdict[int, Any] = defaultdict(lambda: random.Random(0))
-
-    def __getitem__(self, index: int) -> Tensor:
-        drawn = self.halton.random(1)[0] + self.noise.rvs() + self.on_first_use[index % 3].random()
-        return super().__getitem__(index) + torch.tensor(drawn, dtype=torch.float32)
-
-
-@row("train", part="loaders", shows="content")
-def engines_in_workers() -> DataLoader:
-    """Two workers hold sequences of SciPy."""
-    return DataLoader(EngineSet(32), batch_size=4, shuffle=True, num_workers=2)
 
 
 @row("module", part="objects", shows=("elbo", "place_of_guide"), takes="pyro")

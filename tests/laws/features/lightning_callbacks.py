@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,12 +16,17 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelPruning,
+    OnExceptionCheckpoint,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
+    throughput_monitor,
 )
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant import clock
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.rows import Net, Row, add, row
 
@@ -68,21 +75,13 @@ class NormNet(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
 
 
-class PlainNet(NormNet):
-    """Has no batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-
 def averaging() -> Callback:
     """Return an averaging from the second epoch on, which ends with an epoch that only updates the norm."""
     return StochasticWeightAveraging([0.05], swa_epoch_start=1, annealing_epochs=2, annealing_strategy="linear")
 
 
-add("stochastic weight averaging", module=NormNet, callbacks=averaging, **THREE)
-add("averaging without a norm", module=PlainNet, callbacks=averaging, **THREE)
+# Lightning refuses an epoch without a length, as rows that are fetched ahead have it.
+add("stochastic weight averaging", module=NormNet, callbacks=averaging, apart="counts", **THREE)
 
 try:
     from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
@@ -92,27 +91,20 @@ else:
     add("exponential average", callbacks=lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2), takes=ALL[1:])
 
 
-def pruning(**arguments: Any) -> Any:
-    """Return what makes a callback that prunes a quarter of the rest at each epoch's end."""
-    return lambda: ModelPruning("l1_unstructured", amount=0.25, parameter_names=["weight"], **arguments)
-
-
-for name, arguments in {
-    "pruning": {},
-    "pruning without the lottery ticket": {"use_lottery_ticket_hypothesis": False},
-    "pruning that stays": {"make_pruning_permanent": False},
-    "pruning each layer after validation": {"use_global_unstructured": False, "prune_on_train_epoch_end": False},
-}.items():
-    add(name, module=PlainNet, callbacks=pruning(**arguments), **THREE)
+ODD = {"make_pruning_permanent": False, "use_lottery_ticket_hypothesis": False}
+BY_LAYER = {"use_global_unstructured": False, "prune_on_train_epoch_end": False}
+for name, arguments in {"pruning": {}, "pruning each layer after validation": {**ODD, **BY_LAYER}}.items():
+    every = {"pruning_fn": "l1_unstructured", "amount": 0.25, "parameter_names": ["weight"], **arguments}
+    add(name, module=NormNet, callbacks=lambda every=every: ModelPruning(**every), **THREE)
 
 
 @row("module", takes=ALL)
-class PrunesItself(PlainNet):
+class PrunesItself(NormNet):
     """Has a layer that was pruned before, and prunes another one again and again in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
-        prune.random_unstructured(self.layers[2], "weight", 3)  # type: ignore[no-untyped-call]
+        prune.random_unstructured(self.layers[3], "weight", 3)  # type: ignore[no-untyped-call]
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         if batch_idx % 3 == 1:
@@ -186,27 +178,78 @@ add(
 )  # fmt: skip
 add("monitor of rates", callbacks=lambda: LearningRateMonitor(log_momentum=True, log_weight_decay=True))
 
-try:
-    from lightning.pytorch.callbacks import SpikeDetection
-except ImportError:  # an older Lightning has none
-    pass
-else:
 
-    class Shows(Callback):
-        """Logs the values of a SpikeDetection: before a batch its last value, after it its mean."""
+class ShowsSpikes(Callback):
+    """Logs the values of a SpikeDetection: before a batch its last value, after it its mean."""
 
-        def __init__(self, detection: SpikeDetection) -> None:
-            self.detection = detection
+    def __init__(self, detection: SpikeDetection) -> None:
+        self.detection = detection
 
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            pl_module.log("last_of_spikes", self.detection.last_val, batch_size=4)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        pl_module.log("last_of_spikes", self.detection.last_val, batch_size=4)
 
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            pl_module.log("mean_of_spikes", self.detection.running_mean.compute(), batch_size=4, on_epoch=True)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        pl_module.log("mean_of_spikes", self.detection.running_mean.compute(), batch_size=4, on_epoch=True)
 
-    def calm() -> list[Callback]:
-        """Return a detection that finds nothing, and keeps a window."""
-        detection = SpikeDetection(window=4, warmup=2, atol=1e9, rtol=None, exclude_batches_path="unused.json")
-        return [detection, Shows(detection)]
 
-    add("spike detection", callbacks=calm)
+def calm() -> list[Callback]:
+    """Return a detection that finds nothing, and keeps a window."""
+    detection = SpikeDetection(window=4, warmup=2, atol=1e9, rtol=None, exclude_batches_path="unused.json")
+    return [detection, ShowsSpikes(detection)]
+
+
+add("spike detection", callbacks=calm, ranks=False)
+
+
+class Clock:
+    """Replaces ``time``; it passes only when it is told to."""
+
+    def __init__(self) -> None:
+        # The package does not look for state here: another process's time is not state.
+        self.now = ContextVar("now", default=0.0)
+        self.perf_counter = self.now.get
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now.set(self.now.get() + seconds)
+
+
+class MovesClock(Callback):
+    """Moves the clock: each batch takes another time, and the start of a training takes long."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.clock = throughput_monitor.time = Clock()
+        real = clock.perf_counter
+        for module in list(sys.modules.values()):
+            if "faulttolerant" in module.__name__ and vars(module).get("perf_counter") is real:
+                module.perf_counter = self.clock.perf_counter
+
+    def on_train_start(self, *_: Any) -> None:
+        self.clock.pass_seconds(1000)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.pass_seconds(1 + batch_idx / 8)
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.pass_seconds(0.25 + batch_idx / 16)
+
+
+class Measured(Net):
+    """Knows the cost of a batch."""
+
+    flops_per_batch = 64
+
+
+def measuring() -> list[Callback]:
+    """Return a monitor that also counts lengths, and what moves its clock."""
+    monitor = ThroughputMonitor(len, length_fn=lambda batch: 100 * len(batch), window_size=3)
+    return [MovesClock(), monitor]
+
+
+add("ThroughputMonitor", module=Measured, callbacks=measuring, takes=("clock", "layers"), ranks=False)
+add(
+    "OnExceptionCheckpoint",
+    callbacks=lambda: OnExceptionCheckpoint("on_exception"),
+    trainer={"enable_checkpointing": True},
+    warns=(".*there is no last checkpoint available", ".*was called without a model"),
+)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, random_split
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests.laws.data_sets import (
     DrawingSampler,
@@ -18,7 +18,6 @@ from tests.laws.data_sets import (
     MappingLoader,
     NoisyCollate,
     NoisyDataset,
-    RaggedBatches,
     UnpackingLoader,
     Unsized,
     counted,
@@ -46,18 +45,6 @@ carried("counting data set and sampler with states", counted, apart="counts")
 
 
 @row("train", part="loaders", shows="content")
-def generators_in_workers() -> DataLoader[Tensor]:
-    """Samples draw from generators that the data set holds, in two workers."""
-    return DataLoader(HoldingDataset(32), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
-
-
-@row("train", part="loaders", shows="content", ranks=False)
-def ragged_batches() -> DataLoader[Tensor]:
-    """A batch sampler draws batches of other sizes from NumPy's global generator."""
-    return DataLoader(HoldingDataset(32), batch_sampler=RaggedBatches())
-
-
-@row("train", part="loaders", shows="content")
 def batches_of_indices() -> DataLoader[Tensor]:
     """A batch sampler is the sampler of a loader that does not batch."""
 
@@ -66,13 +53,6 @@ def batches_of_indices() -> DataLoader[Tensor]:
             return torch.stack([super(Rows, self).__getitem__(i) for i in index])
 
     return DataLoader(Rows(24), batch_size=None, sampler=BatchSampler(RandomSampler(range(24)), 4, drop_last=False))
-
-
-@row("train", part="loaders", shows="content")
-def parts_of_data_sets() -> DataLoader[Tensor]:
-    """A part of a random split, and another data set after it."""
-    split = random_split(NoisyDataset(20), [12, 8], generator=torch.Generator().manual_seed(0))[0]
-    return DataLoader(ConcatDataset([split, NoisyDataset(12)]), batch_size=4, shuffle=True)
 
 
 @row("train", part="loaders", shows="content")
@@ -91,12 +71,6 @@ def functions_that_draw() -> DataLoader[Tensor]:
 
 # A part of the batches.
 
-carried(
-    "half of the batches",
-    lambda: DataLoader(HoldingDataset(48), 4, shuffle=True),
-    trainer={"limit_train_batches": 0.5},
-    alone=True,
-)
 carried(
     "6 batches of a loader without a length",
     lambda: Unsized(HoldingDataset(48), 4, shuffle=True, num_workers=2, persistent_workers=True),
@@ -122,7 +96,7 @@ def pair(long: int = 24, short: int = 12) -> dict[str, DataLoader[Any]]:
 
 
 carried("nested", lambda: [rows_of(20)(), pair()])
-carried("ends with the shortest", lambda: CombinedLoader(pair(40, 20), "min_size"), alone=True)
+carried("ends with the shortest", lambda: CombinedLoader(pair(40, 24), "min_size"), alone=True)
 carried("until all have ended", lambda: CombinedLoader(pair(), "max_size"), alone=True)
 carried(
     "no length, beside a cycled one",

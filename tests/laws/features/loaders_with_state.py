@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.laws.data_sets import (
     CountingDataset,
     HoldingDataset,
     NoisyDataset,
-    Quiet,
     StatefulStream,
 )
 from tests.laws.rows import add, rows_of
@@ -32,7 +30,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "torchdata with workers": lambda: StatefulDataLoader(
         HoldingDataset(), 4, shuffle=True, persistent_workers=True, snapshot_every_n_steps=3, **TWO
     ),
-    "torchdata with a data set with a state": lambda: StatefulDataLoader(CountingDataset(), 4, shuffle=True),
     "torchdata with two such data sets": lambda: StatefulDataLoader(CountingDataset(), 4, **TWO),
     "torchdata with a stream with a state": lambda: StatefulDataLoader(StatefulStream(), 4, **TWO),
 }
@@ -88,24 +85,4 @@ class Prefetching:
         self.next, self.order = state_dict["next"], state_dict["order"]
 
 
-class CountingLoader(DataLoader[Any]):
-    """A torch loader without workers whose batches depend on a number in its state."""
-
-    num_given = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        skipped = self.num_given % 6
-        for number, batch in enumerate(super().__iter__()):
-            if number >= skipped:
-                self.num_given += 1
-                yield batch + self.num_given
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_given": self.num_given}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.num_given = state_dict["num_given"]
-
-
 add("own loader with a state", train=Prefetching, validation=Prefetching, **CARRIED)
-add("loader of torch with the user's state", train=lambda: CountingLoader(Quiet(24), batch_size=4), **CARRIED)

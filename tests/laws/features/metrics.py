@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, RunningMean, SumMetric
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score, MulticlassAccuracy
-from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
-from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker, MinMaxMetric, Running
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
+from torchmetrics.regression import MeanSquaredError
+from torchmetrics.wrappers import BootStrapper, MetricTracker, MinMaxMetric, Running
 
 from tests.laws.rows import Net, add, row, rows_of
 
@@ -51,9 +51,8 @@ class UnloggedMetrics(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.unlogged, self.on_cpu, self.pearson = CatMetric(), CatMetric(compute_on_cpu=True), PearsonCorrCoef()
+        self.unlogged, self.on_cpu = CatMetric(), CatMetric(compute_on_cpu=True)
         self.min_max = MinMaxMetric(MeanSquaredError())
-        self.classwise = ClasswiseWrapper(MulticlassAccuracy(3, average=None))
         self.bootstrap = BootStrapper(MeanSquaredError(), num_bootstraps=3)
         self.window, self.running_sum = RunningMean(3), Running(SumMetric(), 4)
 
@@ -61,10 +60,8 @@ class UnloggedMetrics(Net):
         loss = super().training_step(batch, batch_idx)
         self.unlogged.update(loss.detach())
         self.on_cpu.update((batch.mean(1) > 0).to(torch.uint8))
-        self.pearson.update(batch[:, 0], batch[:, 1])
         self.min_max.update(batch[:, 0], batch[:, 1])
         self.min_max.compute()
-        self.classwise.update(batch[:, :3], batch[:, :3].argmax(1))
         self.bootstrap.update(batch[:, 0], batch[:, 1])
         self.window.update(loss.detach())
         self.running_sum.update(loss.detach())
@@ -75,14 +72,12 @@ class UnloggedMetrics(Net):
         found = {
             "unlogged": self.unlogged.compute().sum(),
             "on_cpu": self.on_cpu.compute().float().sum(),
-            "pearson": self.pearson.compute(),
             "running": self.window.compute() + self.running_sum.compute(),
             **{f"extreme_{name}": value for name, value in self.min_max.compute().items()},
             **{f"bootstrap_{name}": value for name, value in self.bootstrap.compute().items()},
-            **{f"classwise_{name}": value for name, value in self.classwise.compute().items()},
         }
         self.log_dict({f"metric_{name}": value for name, value in found.items()})
-        for metric in (self.unlogged, self.on_cpu, self.pearson, self.bootstrap, self.classwise):
+        for metric in (self.unlogged, self.on_cpu, self.bootstrap):
             metric.reset()
 
 
@@ -119,7 +114,6 @@ class Logging(Net):
         self.log("logged_so_far", self.trainer.callback_metrics.get("logged_mean_of_both", torch.zeros(())))
 
 
-add("log_every_n_steps", trainer={"log_every_n_steps": 3})
 add("log_every_n_steps in windows", trainer={"log_every_n_steps": 2, "accumulate_grad_batches": 2}, repeats=2)
 add(
     "two validations",
@@ -199,21 +193,3 @@ class HoldsMetric(Callback):
         pl_module.log("metric_of_callback", self.recent.compute(), batch_size=4)
         with torch.no_grad():
             next(pl_module.parameters()).add_(self.recent.compute().tanh(), alpha=0.01)
-
-
-@row("callbacks")
-class HoldsTracker(Callback):
-    """Tracks its best epoch, with a copy of a metric for each."""
-
-    def __init__(self) -> None:
-        self.tracker = MetricTracker(MeanMetric(), maximize=False)
-        self.tracker.increment()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        self.tracker.update(outputs["loss"].detach())
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        pl_module.log_dict(
-            {"tracked_best": float(self.tracker.best_metric()), "tracked_count": self.tracker.n_steps + 0.0}
-        )
-        self.tracker.increment()

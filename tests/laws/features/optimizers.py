@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import random
 import warnings
 from collections import defaultdict
@@ -18,7 +16,6 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
-    LinearLR,
     LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
@@ -59,14 +56,7 @@ def plateau(interval: str, frequency: int) -> Callable[[Any, Any], Any]:
 def one_cycle(module: Any, optimizer: Any) -> Any:
     """Return a scheduler per step that the trainer sizes, if the loaders have lengths."""
     steps = int(module.trainer.estimated_stepping_batches)
-    steps = steps if steps > 0 else 24
-    return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=steps), "interval": "step"}
-
-
-def sequence(module: Any, optimizer: Any) -> Any:
-    """Return two schedulers in sequence that step every second step."""
-    kinds = [LinearLR(optimizer, 0.1, total_iters=4), LambdaLR(optimizer, lambda step: 0.9**step)]
-    return {"scheduler": SequentialLR(optimizer, kinds, [4]), "interval": "step", "frequency": 2}
+    return {"scheduler": OneCycleLR(optimizer, 0.02, total_steps=steps if steps > 0 else 24), "interval": "step"}
 
 
 def drawn(module: Any, optimizer: Any) -> Any:
@@ -76,22 +66,12 @@ def drawn(module: Any, optimizer: Any) -> Any:
             "interval": "step"}  # fmt: skip
 
 
-HALVES = {"val_check_interval": 3, "max_epochs": 3}
-scheduled(
-    "cosine per epoch", lambda module, optimizer: CosineAnnealingLR(optimizer, T_max=4), trainer={"max_epochs": 3}
-)
 scheduled("one cycle", one_cycle, takes=("early loaders",))
-scheduled(
-    "one cycle in windows", one_cycle, takes=("early loaders",), trainer={"accumulate_grad_batches": 4}, repeats=4,
-)  # fmt: skip
-scheduled("two in sequence", sequence)
-scheduled("plateau per epoch", plateau("epoch", 1), trainer=HALVES)
-scheduled("plateau every second epoch", plateau("epoch", 2), trainer=HALVES)
-scheduled("plateau per step", plateau("step", 3), trainer=HALVES)
-scheduled("plateau every sixth step", plateau("step", 6), trainer=HALVES)
+for interval, frequency in (("epoch", 2), ("step", 6)):
+    halves = {"val_check_interval": 3, "max_epochs": 3}
+    scheduled(f"plateau at each {frequency}. {interval}", plateau(interval, frequency), trainer=halves)
 scheduled("drawn rates", drawn, part="objects", shows="sum_of_rates")
 add("bf16-mixed", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}, takes="precision")
-add("max_steps", trainer={"max_steps": 16, "max_epochs": 3})
 add("max_steps in windows", trainer={"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
 
 
@@ -107,21 +87,6 @@ class ScriptedNorm(Net):
 
 
 @row("module", takes=("optimizer", "layers"))
-class Groups(Scheduled):
-    """Three groups, each with its own arguments; a parameter of one is frozen and has no gradients."""
-
-    def configure_optimizers(self) -> Any:
-        groups = [
-            {"params": self.layers[0].parameters(), "lr": 0.1, "weight_decay": 0.1},
-            {"params": self.layers[1].parameters(), "lr": 0.02, "betas": (0.8, 0.9), "name": "norm"},
-            {"params": self.layers[3].parameters()},
-        ]
-        self.layers[3].bias.requires_grad_(False)
-        optimizer = torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
-        return [optimizer], [LambdaLR(optimizer, [lambda epoch: 0.5**epoch] * 3)]
-
-
-@row("module", takes=("optimizer", "layers"))
 class ManyClosures(Net):
     """LBFGS evaluates its closure again and again, and keeps lists of tensors."""
 
@@ -131,26 +96,6 @@ class ManyClosures(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3, history_size=4)
-
-
-@row("module", takes=("optimizer", "layers"), trainer={"max_epochs": 4})
-class Unfreezes(Scheduled):
-    """Trains its head; from the second epoch its norm, from the third its first layer, each in a group of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[:2].requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.layers[3].parameters(), lr=0.01)
-        return [optimizer], [StepLR(optimizer, 1, 0.7)]
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        [optimizer] = self.trainer.optimizers
-        if self.current_epoch in (1, 2):
-            layer = self.layers[2 - self.current_epoch].requires_grad_(True)
-            optimizer.add_param_group({"params": list(layer.parameters()), "weight_decay": 0.3})
 
 
 @row("module", takes="optimizer", trainer={"max_epochs": 4})
@@ -169,47 +114,6 @@ class MovesParameters(Scheduled):
             optimizer.add_param_group({"params": moved, "lr": 0.002})
         if self.current_epoch == 2:
             optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
-
-
-class SAM(torch.optim.Optimizer):
-    """Does sharpness-aware minimization around another optimizer, like its best-known implementation."""
-
-    def __init__(self, params: Any, base_optimizer: type[torch.optim.Optimizer], rho: float = 0.05, **kwargs: Any):
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
-        self.param_groups = self.base_optimizer.param_groups
-        self.defaults.update(self.base_optimizer.defaults)
-
-    def trained(self) -> list[tuple[dict[str, Any], Tensor]]:
-        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Climb to where the loss is high, and step from the original weights with the gradient of there."""
-        closure = torch.enable_grad()(closure)
-        loss = closure()
-        norm = torch.stack([p.grad.norm() for _, p in self.trained()]).norm()
-        for group, p in self.trained():
-            self.state[p]["old_p"] = p.data.clone()
-            p.add_(p.grad * (group["rho"] / (norm + 1e-12)))
-        self.zero_grad()
-        closure()
-        for _, p in self.trained():
-            p.data = self.state[p].get("old_p", p.data)  # the second call may use other layers
-        self.base_optimizer.step()
-        return loss
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self.base_optimizer.param_groups = self.param_groups
-
-
-@row("module", part="objects", shows="weights", takes="optimizer")
-class Sharpness(Net):
-    """SAM around SGD with momentum, which is an optimizer in an attribute of an optimizer."""
-
-    def configure_optimizers(self) -> Any:
-        return SAM(self.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class Lookahead(torch.optim.SGD):
@@ -237,35 +141,6 @@ class LooksAhead(Net):
 
     def configure_optimizers(self) -> Any:
         return Lookahead(self.parameters())
-
-
-class Schedule:
-    """A warm-up and a cosine that a script steps itself."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.current, self.rates = optimizer, 0, []
-
-    def step(self) -> float:
-        self.current += 1
-        rate = 0.01 * min(1.0, self.current / 4) * (1 + math.cos(math.pi * self.current / 12)) / 2
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.rates.append(rate)
-        return sum(self.rates)
-
-
-@row("module", part="objects", shows="own_rates", takes="optimizer")
-class OwnSchedule(Net):
-    """A schedule that is no scheduler of torch, and that its step calls."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-        self.own_schedule = Schedule(optimizer)
-        return optimizer
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("own_rates", self.own_schedule.step())
-        return super().training_step(batch, batch_idx)
 
 
 class Warmup(LRScheduler):
@@ -450,38 +325,6 @@ class TwoOptimizers(ByHand):
         return [first, second], [ExponentialLR(first, 0.9)]
 
 
-@row("module", takes=("optimizer", *MANUAL), trainer={"max_epochs": 2}, repeats=2)
-class Gan(ByHand):
-    """A generator and a discriminator, each with its own optimizer and scheduler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.3), nn.Linear(8, 4))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        generator, discriminator = self.optimizers()
-        noise = torch.randn(len(batch), 2)
-        self.toggle_optimizer(generator)
-        self.manual_backward(-self.layers(self.generator(noise)).mean())
-        generator.step()
-        generator.zero_grad()
-        self.untoggle_optimizer(generator)
-        self.toggle_optimizer(discriminator)
-        fake = self.layers(self.generator(noise).detach()).mean() - self.layers(batch).mean()
-        self.manual_backward(fake)
-        discriminator.step()
-        discriminator.zero_grad()
-        self.untoggle_optimizer(discriminator)
-        self.log("fake", fake, on_step=True, on_epoch=True, prog_bar=True)
-        for scheduler in self.lr_schedulers():
-            scheduler.step()
-        return fake.detach()
-
-    def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.generator, self.layers)]
-        return optimizers, [ExponentialLR(optimizer, 0.95) for optimizer in optimizers]
-
-
 @row("module", takes=("optimizer", *MANUAL), repeats=1)
 class StepsBehindLightning(ByHand):
     """Steps a raw optimizer, so that Lightning counts no step: saves count batches."""
@@ -493,40 +336,3 @@ class StepsBehindLightning(ByHand):
         self.manual_backward(loss)
         optimizer.step()
         return loss
-
-
-@row("module", part="objects", shows="turn", takes=("optimizer", *MANUAL), repeats=2)
-class Alternates(ByHand):
-    """Alternates between two optimizers by a counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = 0
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()[self.turn % 2]
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        self.turn += 1 + (loss.item() > 1)
-        self.log("turn", float(self.turn))
-        return loss.detach()
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.Adam(self.layers[0].parameters(), lr=0.01)
-        return [first, torch.optim.SGD(self.layers[3].parameters(), lr=0.05, momentum=0.9)]
-
-
-@row("module", takes="layers")
-class Teacher(Net):
-    """A teacher without gradients as in BYOL follows its student; it is a part of the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.byol = copy.deepcopy(self.layers).requires_grad_(False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for student, teacher in zip(self.layers.parameters(), self.byol.parameters(), strict=True):
-            teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
-        return super().training_step(batch, batch_idx) + (self.layers(batch) - self.byol(batch)).square().mean()

@@ -11,14 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from sklearn.preprocessing import LabelEncoder, StandardScaler
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torch import Tensor
 
-from tests.laws.data_sets import NoisyDataset
-from tests.laws.features.data_modules import Data
 from tests.laws.rows import Net, add, row
 
 # A start from a file of the user's refuses objects in it, and so does a finder of Lightning.
@@ -63,49 +58,6 @@ class SavesTable(Net):
         super().on_load_checkpoint(checkpoint)
         self.saved_table = checkpoint["table"]
         self.saved_settings, self.saved_fits = checkpoint["described"]["settings"], checkpoint["described"]["fits"]
-
-
-@row("callbacks", takes=("layers", IN_FILES))
-class SavesModules(Callback):
-    """Has a metric, a module, and a path as objects in its state."""
-
-    def __init__(self) -> None:
-        self.metric, self.slow = MeanMetric(), nn.Linear(1, 1)
-        nn.init.zeros_(self.slow.weight)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        self.metric.update(outputs["loss"])
-        with torch.no_grad():
-            self.slow.weight.add_(outputs["loss"].item())
-        pl_module.log("saved metric", self.metric.compute() + self.slow.weight.sum(), batch_size=4)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "slow": self.slow, "where": Path("/data")}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict["where"] == Path("/data")
-        self.metric, self.slow = state_dict["metric"], state_dict["slow"]
-
-
-@row("data", takes=IN_FILES, ranks=False)
-class SavesEncoder(Data):
-    """Fits its encoder once, and takes it from the checkpoint afterwards."""
-
-    encoder: Any = None
-
-    def setup(self, stage: str) -> None:
-        self.encoder = self.encoder or LabelEncoder().fit([f"class {number}" for number in torch.randperm(9)[:3]])
-
-    def train_dataloader(self) -> Any:
-        data = NoisyDataset(24)
-        data.rows = data.rows + sum(int(name[-1]) for name in self.encoder.classes_) / 10
-        return DataLoader(data, batch_size=4, shuffle=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"encoder": self.encoder}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.encoder = state_dict["encoder"]
 
 
 class Uncopied(torch.Tensor):

@@ -107,7 +107,7 @@ class SetsOthers(Callback):
         module.log("num_batches_seen", float(self.num_batches_seen))
 
 
-add("SetsOthers", callbacks=lambda: [SetsOthers(), stopping()], takes="optimizer")
+add("SetsOthers", callbacks=lambda: [SetsOthers(), stopping()])
 
 
 @row("module", takes=("checkpoint", "optimizer", "layers"), callbacks=stopping)

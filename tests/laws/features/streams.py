@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_faulttolerant import (
     InterruptibleDistributedGroupedBatchSampler,
@@ -31,7 +30,6 @@ from tests.laws.data_sets import (
     Stream,
     UnevenStream,
     noise,
-    of_kind,
 )
 from tests.laws.rows import add, row
 
@@ -41,34 +39,6 @@ def stream(name: str, make: Callable[[], Any], **arguments: Any) -> None:
     values = {key: arguments.pop(key) for key in ("trainer", "apart") if key in arguments}
     train = lambda: DataLoader(make(), **{"batch_size": 4, **arguments})  # noqa: E731 - a row's function
     add(name, **{"part": "loaders", "shows": "content", "train": train, "apart": "ahead", **values})
-
-
-class StatefulIterator(Iterator[Tensor]):
-    """Has a state, and can't be started again: its samples depend on a number that it drew."""
-
-    def __init__(self, numbers: range) -> None:
-        self.numbers, self.next, self.shift = numbers, 0, random.random()
-
-    def __next__(self) -> Tensor:
-        if self.next >= len(self.numbers):
-            raise StopIteration
-        self.next += 1
-        return torch.full((4,), self.numbers[self.next - 1] + self.shift + noise())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        return {"next": self.next, "shift": self.shift}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position."""
-        self.next, self.shift = state_dict["next"], state_dict["shift"]
-
-
-class StreamOfStatefulIterators(Stream):
-    """Its iterators have a state."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return StatefulIterator(self.numbers())
 
 
 class SamplerStream(Stream):
@@ -86,26 +56,13 @@ class SamplerStream(Stream):
         return self.sample(next(self.sampler_iter))
 
 
-class CountingStream(Stream):
-    """Its samples depend on how often it was started."""
-
-    num_begun = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.num_begun += 1
-        return (torch.full((4,), float(number * self.num_begun)) for number in self.numbers())
-
-
 stream("stream", lambda: Stream(24))
 stream("sized stream in workers", lambda: SizedStream(32), num_workers=2, collate_fn=NoisyCollate(), apart="")
 stream("stream with a state", StatefulStream, apart="")
 stream("stream with a state in workers", StatefulStream, num_workers=2, apart="")
-stream("stream of iterators with states", lambda: StreamOfStatefulIterators(24))
 stream("workers that run out one after the other", UnevenStream, num_workers=2, persistent_workers=True)
-stream("stream without batches", lambda: Stream(8), batch_size=None, collate_fn=lambda row: row + torch.randn(4, 4))
-stream("counting stream", lambda: CountingStream(24))
 stream("protocol of Lightning 1.9", SamplerStream)
-stream("6 batches of a stream", lambda: Stream(48), trainer={"limit_train_batches": 6})
+stream("stream without batches", lambda: Stream(8), batch_size=None, collate_fn=lambda row: row + torch.randn(4, 4))
 
 
 # This package's samplers.
@@ -123,24 +80,13 @@ class Many(Dataset[Tensor]):
         return torch.full((4,), index / NUM_MANY) + 0.1 * torch.randn(4)
 
 
-class Advances(Callback):
-    """Counts the consumed batches in the sampler, which is not needed."""
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
-    ) -> None:
-        [sampler] = of_kind(trainer.train_dataloader, InterruptibleSampler)
-        sampler.advance(4)
-
-
-def sampled(name: str, make: Callable[[], Any], **values: Any) -> None:
-    """Add a loader with a sampler of this package."""
-    train = lambda: DataLoader(NoisyDataset(24), batch_size=4, sampler=make())  # noqa: E731 - a row's function
-    add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
-
-
-sampled("interruptible", lambda: InterruptibleSampler(range(24), seed=3), callbacks=Advances, takes="epochs told")
-sampled("distributed", lambda: InterruptibleDistributedSampler(range(24), order="feistel"))
+add(
+    "interruptible",
+    part="loaders",
+    shows="content",
+    train=lambda: DataLoader(NoisyDataset(24), 4, sampler=InterruptibleSampler(range(24), seed=3)),
+    takes="epochs told",
+)
 add(
     "ten billion samples",
     part="loaders",
@@ -173,17 +119,6 @@ class Augmented(StreamingDataset):
         return torch.linspace(-1, 1, 4) * (super().__getitem__(at)["n"] / 16 - 1) + 0.1 * noise()
 
 
-class PassedOn(IterableDataset[Tensor]):
-    """Passes on the samples of another data set, with noise."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for each in self.inner:
-            yield each + 0.1 * torch.randn(4)
-
-
 def shards() -> str:
     """Return the directory of small shards, which each start writes where the first one did."""
     directory = Path("shards").absolute()
@@ -214,13 +149,7 @@ def streaming_in_another_loader() -> DataLoader[Any]:
     return DataLoader(augmented(), batch_size=4)
 
 
-@row("train", part="loaders", shows="content", apart="ahead")
-def streaming_passed_on() -> DataLoader[Any]:
-    """Another data set reads a streaming data set."""
-    return DataLoader(PassedOn(augmented()), batch_size=4)
-
-
-@row("data", part="loaders", shows="content", repeats=2)
+@row("data", part="loaders", shows="content", repeats=2, takes="argument val_check_interval")
 class SharedStreaming(LightningDataModule):
     """Training and validation take turns with the epochs of a data set."""
 

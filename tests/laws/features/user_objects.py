@@ -7,7 +7,6 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +35,21 @@ class Frozen:
     total: float = 0.0
 
 
+class AttributeDict(dict[str, Any]):
+    """A dict with attributes, as in many scripts: an unknown attribute raises a ``KeyError``."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
 @carried
-class Dataclasses(Factor):
-    """A dataclass that changes, and a frozen one with slots that is replaced."""
+class Records(Factor):
+    """A dataclass that changes, a frozen one that is replaced, a namespace, and a dict with attributes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.progress, self.frozen = Progress(), Frozen()
+        self.arguments, self.config = SimpleNamespace(power=1.0), AttributeDict(nested=AttributeDict(offset=0.0))
 
     def factor(self, loss: Tensor) -> float:
         value = loss.tanh().item()
@@ -50,8 +57,12 @@ class Dataclasses(Factor):
         self.progress.best = min(self.progress.best, value)
         self.progress.losses.append(value)
         self.frozen = Frozen(num_steps=self.frozen.num_steps + 1, total=self.frozen.total + value)
-        mean = self.frozen.total / self.frozen.num_steps
-        return self.progress.best + self.progress.num_steps / 10 + statistics.fmean(self.progress.losses) + mean
+        self.arguments.power += 0.01
+        self.config.nested.offset += 0.01
+        mean = statistics.fmean(self.progress.losses) + self.frozen.total / self.frozen.num_steps
+        return (
+            self.progress.best + self.progress.num_steps / 10 + mean + self.config.nested.offset * self.arguments.power
+        )
 
 
 class Meter:
@@ -73,27 +84,13 @@ class Meter:
 
 
 class SlottedMeter(Meter):
-    """Has slots in addition to the ``__dict__`` of its base."""
+    """Has a slot, which is filled late, in addition to the ``__dict__`` of its base."""
 
     __slots__ = ("largest",)
 
     def update(self, value: float) -> None:
         super().update(value)
         self.largest = max(getattr(self, "largest", 0.0), value)
-
-
-class Slotted:
-    """Has only slots, one of which is filled late."""
-
-    __slots__ = ("first", "total")
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-    def update(self, value: float) -> None:
-        if not hasattr(self, "first"):
-            self.first = value
-        self.total += value
 
 
 @carried
@@ -103,16 +100,15 @@ class Meters(Factor):
     def __init__(self) -> None:
         super().__init__()
         self.meters = {"epoch": Meter(), "all": SlottedMeter()}
-        self.slotted = Slotted()
         self.meter = self.former = Meter()
 
     def factor(self, loss: Tensor) -> float:
         if self.meter.count == 4:
             self.former, self.meter = self.meter, Meter()
-        for meter in (*self.meters.values(), self.slotted, self.meter):
+        for meter in (*self.meters.values(), self.meter):
             meter.update(loss.tanh().item())
-        now = self.meters["epoch"].average + self.meters["all"].average + self.meters["all"].largest
-        return now / 3 + self.slotted.first + self.slotted.total / 10 + self.meter.average + self.former.average
+        averages = [meter.average for meter in (*self.meters.values(), self.meter, self.former)]
+        return sum(averages) + self.meters["all"].largest
 
     def on_train_epoch_end(self) -> None:
         super().on_train_epoch_end()
@@ -147,66 +143,6 @@ class Tree(Factor):
         return depth / 10 + 1.0 * (node is self.node)
 
 
-class Period(Enum):
-    """The period of a training."""
-
-    WARM_UP = "warm-up"
-    MAIN = "main"
-    COOL_DOWN = "cool-down"
-
-
-class Level(IntEnum):
-    """A level of difficulty."""
-
-    EASY = 1
-    HARD = 2
-
-
-@carried
-class Periods(Factor):
-    """Members of enums, which are compared by identity."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.period, self.difficulty = Period.WARM_UP, Level.EASY
-
-    def factor(self, loss: Tensor) -> float:
-        return {Period.WARM_UP: 0.1, Period.MAIN: 1.0, Period.COOL_DOWN: 0.5}[self.period] * self.difficulty
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        if self.period is Period.WARM_UP and arguments[-1] == 1:
-            self.period, self.difficulty = Period.MAIN, Level.HARD
-
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
-        if self.period is Period.MAIN:
-            self.period = Period.COOL_DOWN
-
-
-class AttributeDict(dict[str, Any]):
-    """A dict with attributes, as in many scripts: an unknown attribute raises a ``KeyError``."""
-
-    __getattr__ = dict.__getitem__
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
-
-
-@carried
-class Namespaces(Factor):
-    """Values in namespaces, and in a dict with attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = AttributeDict(scale=1.0, nested=AttributeDict(offset=0.0))
-        self.arguments = SimpleNamespace(power=1.0)
-
-    def factor(self, loss: Tensor) -> float:
-        self.config.scale *= 1.05
-        self.config.nested.offset += 0.01
-        self.arguments.power += 0.01
-        return self.config.scale**self.arguments.power + self.config.nested.offset
-
-
 @row("module", part="objects", shows="hyperparameter", takes="hyperparameters")
 class Hyperparameters(Net):
     """Changes one of its hyperparameters."""
@@ -221,19 +157,13 @@ class Hyperparameters(Net):
         return super().training_step(batch, batch_idx) * self.hparams.scale
 
 
-@row("module", part="objects", shows="rate_of_dropout", takes="layers")
-class FadingDropout(Net):
-    """Lowers the rate of its dropout layer with each batch."""
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        super().on_train_batch_end(*arguments)
-        self.layers[2].p *= 0.8
-        self.log("rate_of_dropout", self.layers[2].p)
-
-
 @carried
-class MadeInHooks(Factor):
-    """Attributes from hooks: those that a process that resumes calls again, and one that it does not."""
+class MadeLate(Factor):
+    """Attributes from hooks, of which a process that resumes calls some again, and one that the first access draws."""
+
+    @cached_property
+    def offset(self) -> float:
+        return random.random()
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -256,19 +186,8 @@ class MadeInHooks(Factor):
         self.from_fit_start.append(loss.tanh().item())
         self.from_train_start += 1
         self.from_epoch_start = getattr(self, "from_epoch_start", 0) + 1
-        return self.set_up + statistics.fmean(self.from_fit_start) + (self.from_train_start + self.from_epoch_start) / 9
-
-
-@carried
-class MadeWhenUsed(Factor):
-    """Draws a number on first access."""
-
-    @cached_property
-    def offset(self) -> float:
-        return 1 + random.random()
-
-    def factor(self, loss: Tensor) -> float:
-        return self.offset
+        counts = (self.from_train_start + self.from_epoch_start) / 9
+        return self.offset + self.set_up + statistics.fmean(self.from_fit_start) + counts
 
 
 @carried
@@ -308,26 +227,13 @@ class Shares(Factor):
 
 @carried
 class ChangesType(Factor):
-    """An attribute that is ``None``, a number, a list, and a text in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_any_type: Any = None
-
-    def factor(self, loss: Tensor) -> float:
-        value = {type(None): 0.5, int: 1.0, list: 1.5, str: 2.0}[type(self.of_any_type)]
-        self.of_any_type = ["1", 1, None, [1]][self.global_step % 4]
-        return value
-
-
-@carried
-class ChangesFunction(Factor):
-    """Calls another function, and another of its methods, after the second batch."""
+    """Attributes that become another function, another method, and ``None``, a number, a list, and a text in turn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.activation: Callable[[Tensor], Tensor] = torch.relu
         self.weigh = self.easy
+        self.of_any_type: Any = None
 
     def easy(self) -> float:
         return 1.0
@@ -336,9 +242,11 @@ class ChangesFunction(Factor):
         return 1.5
 
     def factor(self, loss: Tensor) -> Tensor:
+        value = {type(None): 0.5, int: 1.0, list: 1.5, str: 2.0}[type(self.of_any_type)]
+        self.of_any_type = ["1", 1, None, [1]][self.global_step % 4]
         if self.global_step == 2:
             self.activation, self.weigh = torch.tanh, self.hard
-        return self.weigh() * self.activation(torch.tensor(2.0))
+        return value * self.weigh() * self.activation(torch.tensor(2.0))
 
 
 @carried
@@ -367,6 +275,18 @@ class ShowsProgress(Factor):
         return 1 + self.bar.n / 10
 
 
+@row("module", part="objects", shows=("rate_of_dropout", "momentum_of_norm"), takes="layers")
+class ChangesLayers(Net):
+    """Lowers the rate of its dropout with each batch, and changes the momentum of its norm after two."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[2].p *= 0.8
+        if self.global_step == 2:
+            self.layers[1].momentum = 0.5
+        self.log_dict({"rate_of_dropout": self.layers[2].p, "momentum_of_norm": self.layers[1].momentum})
+        return super().training_step(batch, batch_idx)
+
+
 @row("module", part="flags", shows="frozen", takes="layers")
 class Freezes(Net):
     """Freezes a layer and switches its batch norm to evaluation mode, permanently, after two batches."""
@@ -376,15 +296,4 @@ class Freezes(Net):
             self.layers[0].requires_grad_(False)
             self.layers[1].eval()
         self.log("frozen", float(not self.layers[0].weight.requires_grad) + float(not self.layers[1].training))
-        return super().training_step(batch, batch_idx)
-
-
-@row("module", part="objects", shows="momentum_of_norm", takes="layers")
-class ChangesMomentum(Net):
-    """Changes the momentum of its batch norm after some batches."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step == 2:
-            self.layers[1].momentum = 0.5
-        self.log("momentum_of_norm", self.layers[1].momentum)
         return super().training_step(batch, batch_idx)
