@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,10 @@ from lightning_faulttolerant.records.ledger import END, FIT, RESUMED
 from lightning_faulttolerant.records.lines import Line, read_lines
 
 
-@contextlib.contextmanager
-def writing(path: Path | str | None) -> Iterator[None]:
-    """Let all callbacks that are created in the block write a ledger."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ledger.LEDGER_VARIABLE, "" if path is None else str(path))
-        yield
-
-
-def with_ledger(path: Path | str | None, *arguments: Any, **options: Any) -> FaultTolerance:
+def with_ledger(path: Path | str, *arguments: Any, **options: Any) -> FaultTolerance:
     """Return a callback that writes a ledger, as if the environment had asked for it."""
-    with writing(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ledger.LEDGER_VARIABLE, str(path))
         return FaultTolerance(*arguments, **options)
 
 
@@ -52,9 +43,10 @@ class FitLines:
         return tuple(line for line in self.events if line["event"] == kind)
 
     @property
-    def end(self) -> Line | None:
-        """The line of its end, if the process got there."""
-        return next(iter(self.of(END)), None)
+    def end(self) -> Line:
+        """The line of its end."""
+        [line] = self.of(END)
+        return line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +58,6 @@ class Ledger:
     """
 
     fits: tuple[FitLines, ...]
-
-    @property
-    def events(self) -> tuple[Line, ...]:
-        """The lines of all fits, except those that begin them and say where they continue."""
-        return tuple(line for fit in self.fits for line in fit.events)
 
 
 def read_ledger(path: str | os.PathLike[str]) -> Ledger:

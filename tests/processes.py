@@ -44,15 +44,19 @@ class Script:
         """Return whether it has not ended; `wait` still has to be called."""
         return os.waitid(os.P_PID, self.process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return self._output.read_text()
+
     def wait(self) -> Ended:
         """Wait until it ends. If the test ends before, as at its limit of time, kill it."""
         try:
             status = os.waitpid(self.process_id, 0)[1]
         except BaseException:
             os.killpg(self.process_id, signal.SIGKILL)
-            print(self._output.read_text())
+            print(self.printed())
             raise
-        return Ended(os.waitstatus_to_exitcode(status), self._output.read_text())
+        return Ended(os.waitstatus_to_exitcode(status), self.printed())
 
 
 def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
@@ -92,8 +96,9 @@ class Child:
 
     def wait(self) -> int:
         """Return the exit code once the process has ended."""
+        status = os.waitpid(self.process_id, 0)[1]
         self._is_over = True
-        return os.waitstatus_to_exitcode(os.waitpid(self.process_id, 0)[1])
+        return os.waitstatus_to_exitcode(status)
 
     def kill(self) -> None:
         """Kill the process if it has not ended, and wait for its end."""

@@ -58,17 +58,6 @@ def test_notice_ends_a_process_that_waits_in_c() -> None:
     assert "The main thread has handled no signal" in ended.stderr
 
 
-def test_event_loop_keeps_its_pipe() -> None:
-    """The pipe into which Python writes signals is given back, and that of other code is left alone."""
-    show = "print(signal.set_wakeup_fd(-1), threading.active_count())"
-    take = ["early_signals.EARLY.take()", "time.sleep(0.2)"]
-    assert run(IMPORT, "from lightning_faulttolerant import early_signals", CALLBACK, *take, show).stdout == "-1 1\n"
-    other = ["import socket; mine = socket.socket(); mine.setblocking(False)", "signal.set_wakeup_fd(mine.fileno())"]
-    show = "print(signal.set_wakeup_fd(-1) == mine.fileno(), threading.active_count())"
-    ended = run(IMPORT, "from lightning_faulttolerant import early_signals", *other, CALLBACK, show)
-    assert ended.stdout == "True 1\n", ended.stderr
-
-
 def test_script_that_ends_before_a_fit_ends_as_it_does() -> None:
     """A script that ends in time keeps its exit code."""
     assert run(IMPORT, NOTICE, "sys.exit(3)").returncode == 3

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from lightning_faulttolerant.supervision.heartbeats import (
     SAVE,
-    SETUP,
     STOP,
     TRAINING_BATCH,
     Heartbeat,
@@ -37,12 +36,6 @@ def test_marks_have_their_memory_from_the_start(tmp_path: Path) -> None:
     """In a file with a hole, a heartbeat would end the process by SIGBUS once the memory is full."""
     Heartbeat(tmp_path)
     assert (tmp_path / f"heartbeat-{os.getpid()}").stat().st_blocks > 0
-
-
-def test_a_mark_before_the_first_evaluation_names_none(tmp_path: Path) -> None:
-    """A setup is in no batch of an evaluation."""
-    Heartbeat(tmp_path).begin(SETUP)
-    assert [str(heartbeat) for heartbeat in read_heartbeats(tmp_path)] == ["setup (epoch 0, batch 0)"]
 
 
 def test_a_forked_process_has_its_own_marks(tmp_path: Path) -> None:

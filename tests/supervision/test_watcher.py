@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_faulttolerant.processes import is_running, started_at
+from lightning_faulttolerant.storage.store import open_store
 from lightning_faulttolerant.supervision import (
     heartbeats as heartbeats_module,
     watch as watcher_module,
@@ -34,16 +31,11 @@ from lightning_faulttolerant.supervision.heartbeats import (
     ProcessHeartbeat,
     SectionTimes,
     last_hang,
-    read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import (
-    SIGNAL,
     Hang,
     HangWatcher,
-    StackHandler,
     lagging_ranks,
-    stacks_of,
-    stacks_path,
     waits_for_others,
     write_hang_report,
 )
@@ -130,18 +122,6 @@ def test_the_same_place_may_take_twice_as_long_after_each_hang(tmp_path: Path) -
     assert "doubled after each hang here, 2 so far" in hang.text
 
 
-def test_each_hang_is_found_once_and_teaches_nothing(tmp_path: Path) -> None:
-    """A process that continues after its report has not shown how long its section takes."""
-    heartbeat, watcher, clock = watched(tmp_path, timeout=5)
-    heartbeat.begin(SAVE)
-    assert looks(watcher, clock, 7) is not None
-    assert looks(watcher, clock, 100) is None
-    before = next(read_heartbeats(tmp_path))
-    heartbeat.begin(TRAINING_BATCH)
-    looks(watcher, clock, 1)
-    assert watcher.times.limit(replace(before, batch=9)) == (1800, "none of its kind has ended yet")
-
-
 def test_only_time_in_which_the_watcher_looked_counts(tmp_path: Path) -> None:
     """A machine that slept for an hour has no hang, and ``--monitor-interval 30`` doesn't make a minute of thirty."""
     (tmp_path / "rarely").mkdir()
@@ -154,40 +134,20 @@ def test_only_time_in_which_the_watcher_looked_counts(tmp_path: Path) -> None:
     assert [looks(watcher, clock, 30) is not None for _ in range(2)] == [True, False]
 
 
-def test_another_process_with_the_same_id_is_not_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heartbeat says when its process has started. A zombie has ended, too."""
-    with monkeypatch.context() as patch:
-        patch.setattr(heartbeats_module, "started_at", lambda _: 1)
-        heartbeat, watcher, clock = watched(tmp_path, timeout=5)
-        heartbeat.begin(SAVE)
-    assert looks(watcher, clock, 10) is None
-    assert watcher.is_empty
-    assert is_running(os.getpid(), started_at(os.getpid()))
-    process_id = os.fork()
-    if not process_id:
-        os._exit(0)
-    os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOWAIT)
-    assert not is_running(process_id)
-    os.waitpid(process_id, 0)
-
-
-@pytest.mark.parametrize("name", ["open_file", "open_store"])
-def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_directory_that_hangs_holds_no_watcher_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a hung file system keeps waiting is a thread, not the process that has to end the run."""
     release = threading.Event()
 
-    def hang(*_: object, **__: object) -> None:
+    def hang(path: str, *_: object, **__: object) -> Any:
+        if not path.startswith(f"{tmp_path}/run"):
+            return open_store(path)
         release.wait(60)
         raise OSError
 
-    monkeypatch.setattr(heartbeats_module, name, hang)
+    monkeypatch.setattr(heartbeats_module, "open_file", hang)
+    for module in (heartbeats_module, watcher_module):
+        monkeypatch.setattr(module, "open_store", hang)
     monkeypatch.setattr(watcher_module, "STORAGE_ANSWERS_WITHIN_SECONDS", 0.1)
-    original = watcher_module.open_store
-    monkeypatch.setattr(
-        watcher_module,
-        "open_store",
-        lambda path: hang() if path.startswith(f"{tmp_path}/run") else original(path),
-    )
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     heartbeat, watcher, clock = watched(tmp_path, run=f"{tmp_path}/run")
     heartbeat.begin(TRAINING_BATCH)
@@ -216,28 +176,19 @@ def test_the_next_start_knows_what_was_learned(tmp_path: Path) -> None:
     """The slowest sections and the last hang are beside the history, and damaged files are no reason to stop."""
     directory = str(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    assert last_hang(directory) is None
-    heartbeat, watcher, clock = watched(tmp_path, run=directory)
-    heartbeat.begin(TRAINING_BATCH)
-    looks(watcher, clock, 60)
-    heartbeat.begin(SAVE)
-    looks(watcher, clock, 1)
-    watcher.write_learned()
-    hung, later = SectionTimes(), SectionTimes()
+    hung, later, damaged = SectionTimes(), SectionTimes(), SectionTimes()
     hung.follow(directory)
-    assert hung.limit(marks_at(0, 1))[0] == pytest.approx(600, abs=10)
+    hung.learn(TRAINING_BATCH, 60.0)
     hung.note_hang(marks_at(0, 5), 300.0)
     noticed = time.time()
     hung.writing()()
     later.follow(directory)
-    later.learn(TRAINING_BATCH, 1e6)
+    assert later.limit(marks_at(0, 1))[0] == 600
     later.writing()()
     times = last_hang(directory)
     assert times is not None
-    assert times[1] - times[0] == pytest.approx(300.0, abs=0.01)
-    assert times[1] == pytest.approx(noticed, abs=1.0)
+    assert (times[1] - times[0], times[1]) == (pytest.approx(300.0, abs=0.01), pytest.approx(noticed, abs=1.0))
     (tmp_path / "run" / FILE_NAME).write_text(json.dumps([1]))
-    damaged = SectionTimes()
     damaged.follow(directory)
     assert damaged.limit(marks_at(0, 1))[0] == 1800
     assert last_hang(directory) is None
@@ -280,34 +231,3 @@ def test_which_rank_is_behind() -> None:
     assert not waits_for_others(watch)  # each rank has that thread, whatever its main thread does
     gather = 'Thread 1:\n  File "x/lightning_faulttolerant/trainer/ranks/line.py", line 3 in receive'
     assert waits_for_others(f"{watch}\n\n{gather}")
-
-
-def test_the_signal_for_stacks_is_given_back(tmp_path: Path) -> None:
-    """While it is handled, the stacks of this process can be read; before and after, it would end the process."""
-    assert SIGNAL is not None
-    path = stacks_path(tmp_path, os.getpid())
-    assert stacks_of(os.getpid(), path, "S") == "it has no handler that writes its stacks"
-    handler = StackHandler(tmp_path)
-    assert "test_the_signal_for_stacks_is_given_back" in stacks_of(os.getpid(), path, "S")
-    handler.close()
-    handler.close()
-    assert stacks_of(os.getpid(), path, "S") == "it has no handler that writes its stacks"
-
-
-def test_the_watching_process_ends_with_those_that_it_watches(tmp_path: Path) -> None:
-    """It stays while a process with a heartbeat is alive, and then removes the directory."""
-    directory = tmp_path / "heartbeat"
-    directory.mkdir()
-    process_id = os.fork()
-    if not process_id:
-        Heartbeat(directory).begin(SAVE)
-        time.sleep(60)
-        os._exit(0)
-    words = [sys.executable, "-m", "lightning_faulttolerant.supervision.watch", str(directory)]
-    with subprocess.Popen(words, cwd=Path(__file__).parents[2]) as watcher:
-        time.sleep(1.5)
-        assert watcher.poll() is None
-        os.kill(process_id, signal.SIGKILL)
-        os.waitpid(process_id, 0)
-        assert watcher.wait() == 0
-    assert not directory.exists()

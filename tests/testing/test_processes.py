@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,20 +44,6 @@ def test_those_that_do_not_end_tell_where_they_are(tmp_path: Path) -> None:
         assert "in wait_in_the_worker" in printed
 
 
-def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that advances by an hour while no process ran does not end a run."""
-    pauses = itertools.chain([0.0, 0.0, 3600.0, 3600.0], itertools.repeat(7200.0))
-
-    def monotonic(now: Callable[[], float] = time.monotonic) -> float:
-        return now() + next(pauses)
-
-    def main(rank: int) -> None:
-        time.sleep(0.5)
-
-    monkeypatch.setattr(processes.time, "monotonic", monotonic)
-    assert run_ranks(main, outputs=[tmp_path / "0.txt"], seed=1, timeout_seconds=30) == 0
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_signal_is_the_cause_where_another_fails_before_the_next_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int
@@ -71,19 +55,6 @@ def test_the_signal_is_the_cause_where_another_fails_before_the_next_look(
     def main(rank: int) -> None:
         threading.Event().wait(until_after_the_first_check)
         if rank == killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise SystemExit(1)
-
-    outputs = [tmp_path / "0.txt", tmp_path / "1.txt"]
-    assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=30) == -signal.SIGKILL
-
-
-def test_the_signal_is_the_cause_where_a_neighbor_fails_a_little_earlier(tmp_path: Path) -> None:
-    """A killed rank closes its connections before it has ended, so that a neighbor's exit code may be seen first."""
-
-    def main(rank: int) -> None:
-        if rank == 0:
-            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit(1)
 

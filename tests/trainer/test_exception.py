@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance, TrainingStopped
 from lightning_faulttolerant.trainer.signals import StopSignals
-from tests.faults import RaiseIn
 from tests.runs import fit_net
 
 
@@ -25,17 +24,20 @@ class StopInSanityCheck(Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class FailsToSave(Callback):
-    """Raises while the first autosave is created."""
+class Fails(Callback):
+    """Raises, before or after the first autosave is created."""
 
-    def on_save_checkpoint(self, *_: Any) -> None:
-        raise ZeroDivisionError("in the first save")
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        raise ZeroDivisionError
 
 
 def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If no autosave exists, none is named."""
     with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
-        fit_net([FaultTolerance(tmp_path, run_id="run"), FailsToSave()], tmp_path)
+        fit_net([FaultTolerance(tmp_path, run_id="run"), Fails("on_save_checkpoint")], tmp_path)
     assert "ZeroDivisionError: no autosave has been written since this start." in caplog.text
 
 
@@ -66,7 +68,7 @@ def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> N
     ours = FaultTolerance(dirpath=tmp_path / "autosaves")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     with pytest.raises(OSError, match="no space left"):
-        fit_net([ours, RaiseIn("on_after_backward", 3)], tmp_path, logger=BreaksInTheEnd(tmp_path))
+        fit_net([ours, Fails("on_after_backward")], tmp_path, logger=BreaksInTheEnd(tmp_path))
     left = [signal.getsignal(signum) for signum in before]
     for signum, handler in before.items():
         signal.signal(signum, handler)

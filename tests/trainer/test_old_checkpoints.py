@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from tests.runs import Net, fit_net
+from tests.runs import Net, SavesAfter, fit_net
 
 NUM_STEPS = 3
 _MOVED = {  # the places in 1.9 of what 2.x keeps in its loops
@@ -33,19 +33,10 @@ class Mode(Enum):
     AUTOMATIC = "automatic"
 
 
-class SaveOnce(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == NUM_STEPS:
-            trainer.save_checkpoint(self.path)
-
-
 def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
     """Write a checkpoint from the middle of an epoch in the layout of 1.9; return its path and its content."""
     path = directory / ".pl_auto_save.ckpt"
-    fit_net([SaveOnce(path)], directory, limit_val_batches=0, max_epochs=1)
+    fit_net([SavesAfter(NUM_STEPS, path)], directory, limit_val_batches=0, max_epochs=1)
     checkpoint: dict[str, Any] = torch.load(path)
     checkpoint["pytorch-lightning_version"] = "1.9.5"
     loop = {_MOVED.get(name, name): value for name, value in checkpoint["loops"]["fit_loop"].items()}

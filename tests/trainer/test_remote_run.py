@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,24 +47,6 @@ def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch:
     """If the client of the store isn't installed, the error says what to install."""
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     assert "pip install gcsfs" in fit_at("gs://bucket/runs", tmp_path)
-
-
-SCRIPT = """
-import sys
-import fsspec
-from lightning_faulttolerant.trainer.run.directory import directory_of, open_directory
-run = open_directory(directory_of(sys.argv[1], "run"))
-run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
-run.end_fit()
-fsspec.get_filesystem_class("s3").clear_instance_cache()  # the host is to be looked up again
-"""
-
-
-def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str) -> None:
-    """Though its connections have been closed, it leaves nothing in the store, and prints nothing at its exit."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, s3], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert open_store(s3).names() == []
 
 
 def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -119,16 +118,6 @@ class BadSample(NoisyDataset):
         return super().__getitem__(index)
 
 
-def protected(tmp_path: Path) -> list[Callback]:
-    """Return the callback."""
-    return [FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1)]
-
-
-def loader(data: Any = None, **arguments: Any) -> DataLoader[Tensor]:
-    """Return a loader of samples in their order."""
-    return DataLoader(NoisyDataset(20) if data is None else data, batch_size=4, shuffle=False, **arguments)
-
-
 class RaisesAtStart(Callback):
     """Raises before the first batch."""
 
@@ -136,34 +125,26 @@ class RaisesAtStart(Callback):
         raise ValueError("boom")
 
 
-def fit(module: Any = None, data: Any = None, **arguments: Any) -> Callable[[Path], Any]:
-    """Return a fit."""
-
-    def run(path: Path) -> None:
-        more = [RaisesAtStart()] if module is RaisesAtStart else []
-        given = {"module": module} if module and not more else {}
-        fit_net([*protected(path), *more], path, train=loader(data, **arguments), num_sanity_val_steps=0, **given)
-
-    return run
+def loader(data: Any = None, **arguments: Any) -> DataLoader[Tensor]:
+    """Return a loader of samples in their order."""
+    return DataLoader(NoisyDataset(20) if data is None else data, batch_size=4, shuffle=False, **arguments)
 
 
-def predict(module: Net, data: Any = None) -> Callable[[Path], Any]:
-    """Return a prediction."""
-    return lambda path: make_trainer(protected(path), path).predict(module, loader(data))
-
-
+# The function, the module, the loader, and further callbacks; then the place, and the samples of its batch.
 THIRD = [12, 13, 14, 15]
-BAD = BadSample(20)
 IN_VALIDATION = "in batch 1 of the validation run after batch 5 of epoch 0"
-FAILURES: dict[str, tuple[Callable[[Path], Any], str, dict[str, list[int]]]] = {
-    "step": (fit(Fails("training", 3)), "in batch 3 of epoch 0", {"train/0": THIRD}),
-    "validation step": (fit(Fails("validation", 1)), IN_VALIDATION, {"validation/0": [4, 5, 6, 7]}),
-    "sample": (fit(data=BAD), "in batch 3 of epoch 0", {"train/0": THIRD}),
-    "sample of a worker": (fit(data=BAD, num_workers=2), "in batch 3 of epoch 0", {"train/0": THIRD}),
-    "step of predict": (predict(Fails("predict", 3)), "in batch 3 of predict", {"predict/0": THIRD}),
-    "sample of predict": (predict(Fails(), BAD), "in batch 3 of predict", {"predict/0": THIRD}),
-    "start": (fit(RaisesAtStart), "before the first batch of fit", {}),
-}
+FAILURES: dict[str, tuple[tuple[str, Net, Any, list[Callback]], str, dict[str, list[int]]]] = {
+    "step": (("fit", Fails("training", 3), loader(), []), "in batch 3 of epoch 0", {"train/0": THIRD}),
+    "validation step": (("fit", Fails("validation", 1), loader(), []), IN_VALIDATION, {"validation/0": [4, 5, 6, 7]}),
+    "sample of a worker": (
+        ("fit", Net(), loader(BadSample(20), num_workers=2), []), "in batch 3 of epoch 0", {"train/0": THIRD}
+    ),
+    "step of predict": (("predict", Fails("predict", 3), loader(), []), "in batch 3 of predict", {"predict/0": THIRD}),
+    "sample of predict": (
+        ("predict", Fails(), loader(BadSample(20)), []), "in batch 3 of predict", {"predict/0": THIRD}
+    ),
+    "start": (("fit", Net(), loader(), [RaisesAtStart()]), "before the first batch of fit", {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FAILURES)
@@ -172,13 +153,15 @@ def test_batch_of_a_failure_is_reported(case: str, tmp_path: Path, supervisor: P
 
     It is forgotten if the script has caught it: it would be the reason for whatever ends the process later.
     """
-    fails, place, samples = FAILURES[case]
+    (function, module, data, callbacks), place, samples = FAILURES[case]
+    protection = FaultTolerance(tmp_path / "autosaves", every_n_train_steps=1)
+    trainer = make_trainer([protection, *callbacks], tmp_path, num_sanity_val_steps=0)
     with pytest.raises(ValueError, match="boom"):
-        fails(tmp_path)
+        getattr(trainer, function)(module, data, *([loader(NoisyDataset(8))] if function == "fit" else []))
     [found] = read_failures(supervisor)
     assert (found.kind, found.place, found.samples) == ("ValueError", place, samples)
     assert "boom" in found.text
-    fit_net(protected(tmp_path), tmp_path / "again", max_epochs=1)
+    fit_net([FaultTolerance(tmp_path / "others")], tmp_path, max_epochs=1)
     assert read_failures(supervisor) == []
 
 
@@ -191,24 +174,12 @@ def test_fit_without_room_for_its_marks_runs_unwatched(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    fit_net([*protected(tmp_path), HangWatch("report")], tmp_path, max_epochs=1)
+    fit_net([FaultTolerance(tmp_path / "autosaves"), HangWatch("report")], tmp_path, max_epochs=1)
     assert "its heartbeat can't be written: No space left on device" in caplog.text
     assert list(read_heartbeats(supervisor)) == []
 
 
-class LooksAround(Callback):
-    """Notes what watches a fit."""
-
-    def __init__(self) -> None:
-        self.watchers: set[int] = set()
-        self.catches = False
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.watchers |= children()
-        self.catches = catches_the_signal()
-
-
-def children() -> set[int]:
+def watchers() -> set[int]:
     """Return the processes that this one has started and that are alive."""
     parents, states = parents_and_states()
     return {child for child, parent in parents.items() if parent == os.getpid() and states[child] != "Z"}
@@ -224,10 +195,15 @@ def catches_the_signal() -> bool:
 @pytest.mark.parametrize("watch", [[HangWatch("report")], []], ids=["watched", "not watched"])
 def test_nothing_is_left_after_the_fit(tmp_path: Path, watch: list[Callback]) -> None:
     """A watcher and a handler are there during the fit if they are asked for, and gone after it."""
-    before, looks = children(), LooksAround()
-    fit_net([FaultTolerance(tmp_path / "autosaves"), *watch, looks], tmp_path, max_epochs=1)
-    assert looks.catches == bool(watch)
-    assert len(looks.watchers - before) == (1 if watch else 0)
+    before = watchers()
+    found: list[tuple[int, bool]] = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            found.append((len(watchers() - before), catches_the_signal()))
+
+    fit_net([FaultTolerance(tmp_path / "autosaves"), *watch, Looks()], tmp_path, max_epochs=1)
+    assert found[-1] == (len(watch), bool(watch))
     assert not catches_the_signal()
-    while children() - before:  # they end by themselves
+    while watchers() - before:  # they end by themselves
         time.sleep(0.05)

@@ -79,7 +79,7 @@ def test_handler_that_was_there_is_called_too(stop: StopSignals) -> None:
     assert heard in ([], [(signal.SIGTERM, True)])
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("x")])
+@pytest.mark.parametrize("error", [SystemExit(0), ValueError("x")])
 def test_handler_that_raises_ends_no_run_unsaved(
     error: BaseException, stop: StopSignals, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,22 +118,3 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
     stop.grace.save_seconds = lambda: 10.0
     assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
-
-
-def test_process_that_does_not_end_is_ended(stop: StopSignals, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save is left alone; when the grace period is over, the process is ended, whatever its main thread does."""
-    ends: list[tuple[int, str]] = []
-    monkeypatch.setattr(stop_module, "end_process", lambda code, why: ends.append((code, why)))
-    stop.install({})
-    asked: list[StopReason] = []
-    stop.before_hard_end = asked.append
-    with stop.saving():
-        signal.raise_signal(signal.SIGTERM)
-        clock.let_look_on(stop, 9.75)
-        assert ends == []
-        clock.let_look_on(stop, 1)
-    code, why = ends[0]
-    assert code == 143
-    assert "SIGTERM has asked the run to stop" in why
-    assert "within its grace period of 10 seconds" in why
-    assert asked[0] == signal_reason(signal.SIGTERM)

@@ -7,37 +7,16 @@ import importlib
 import importlib.util
 import inspect
 import pickle
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import lightning_faulttolerant
-from lightning_faulttolerant.twin import SHARED, TRANSLATION, Translation, TwinFinder
+from lightning_faulttolerant.twin import SHARED, TRANSLATION
 
 TRAINER = Path(lightning_faulttolerant.__file__).parent / "trainer"
-# Values that can change, and may exist twice, one for each package. By module, with the reason.
-APART = {
-    "ranks.compat.DDP_SEAMS": "never changes",
-    "adapters.state._ADAPTERS": "never changes, and holds classes of its package",
-    "run.changes._ARGUMENTS": "never changes",
-    "files.loggers._last_steps": "by loggers of its package",
-    "resume.restoring._stand_ins": "objects that are made for a Trainer of its package",
-    "ranks.connection._open_sockets": "each module closes its own in a forked process",
-    "ranks.connection._PROBES": "never changes",
-    "ranks.connection._LEAVES": "never changes",
-    "ranks.nodes._LENGTH": "never changes",
-    "ranks.watch._DIED": "never changes",
-    "ranks.strategies.REFUSED": "never changes, and holds classes of its package",
-    "resume.loaded._STATES": "never changes",
-    "save.run_state.TITLES": "never changes",
-    "files.experiments._ADVICE": "never changes",
-    "save.contents._PLACES": "never changes",
-    "adapters.compat._CONNECTOR": "never changes",
-}
-
-FIXED = ("logging.", "re.", "frozenset", "tuple", "timedelta", "float", "TypeVar", "object")
+# Values that may exist twice, one for each package, for they belong to one of them.
+APART = {"files.loggers._last_steps", "resume.restoring._stand_ins", "ranks.connection._open_sockets", "log._package"}
 
 
 def dotted(path: Path) -> str:
@@ -45,41 +24,25 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(TRAINER).with_suffix("").parts).removesuffix(".__init__")
 
 
-def changeable(source: str) -> list[str]:
-    """Return the names of a module with changeable values: containers, created objects, names in `global`."""
+def variables(source: str) -> set[str]:
+    """Return the names of a module's values that aren't constants by their name, and the names in `global`."""
     tree = ast.parse(source)
-    found = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if not isinstance(target, ast.Name) or value is None:
-            continue
-        is_container = isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
-        called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
-        is_fixed = called.startswith(
-            ("logging.", "re.", "frozenset", "tuple", "timedelta", "float", "TypeVar", "object")
-        )
-        if is_container or (called and not is_fixed):
-            found.append(target.id)
-    return found
+    found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    targets = {target for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])}
+    return found | {target.id for target in targets if isinstance(target, ast.Name) and target.id.islower()}
 
 
 def test_what_a_process_has_once_is_shared() -> None:
     """No module that exists twice keeps a changeable value, except those that may exist per package."""
-    apart = {
+    found = {
         f"{dotted(path)}.{name}"
         for path in TRAINER.rglob("*.py")
         if dotted(path) not in SHARED
-        for name in changeable(path.read_text())
-        if not name.endswith(("SEAMS", "__"))
+        for name in variables(path.read_text())
+        if name != "_log" and not name.startswith("__")
     }
-    assert apart <= set(APART), apart - set(APART)
-
-
-def test_something_that_changes_is_found() -> None:
-    """A dictionary, a new set, and a global are found; a pattern and a number are not."""
-    source = "a = {}\nb: set[str] = set()\nc = re.compile('')\nd = 1\ndef f():\n    global e\n    e = 1"
-    assert sorted(changeable(source)) == ["a", "b", "e"]
+    assert found - APART == set()
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -112,28 +75,3 @@ def test_source_and_pickles_of_the_twin() -> None:
     assert pickle.loads(pickle.dumps(position.TrainerPosition)) is position.TrainerPosition
     source = (TRAINER / "compat.py").read_text()
     assert len(TRANSLATION.translated(source).splitlines()) == len(source.splitlines())
-
-
-def test_compiled_code_is_cached_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin has its own compiled code, beside that of the original, and reads it the second time."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (tmp_path / "source.py").write_text("import one.part as part\nname = part.__name__\n")
-    for name in ("one", "one.part", "other", "other.part", "made"):
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = []
-    finder = TwinFinder("made", str(tmp_path), Translation({"one": "other"}))
-    spec = finder.find_spec("made.source")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules["other"].part = sys.modules["other.part"]  # type: ignore[attr-defined]
-    try:
-        for _ in range(2):
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            assert module.name == "other.part"
-            [cached] = (tmp_path / "__pycache__").iterdir()
-            assert cached.name.startswith("source-twin.")
-            assert spec.loader.get_source("made.source").startswith("import other.part")  # type: ignore[attr-defined]
-    finally:
-        for name in ("one", "one.part", "other", "other.part", "made"):
-            del sys.modules[name]

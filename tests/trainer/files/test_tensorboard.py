@@ -1,4 +1,4 @@
-"""The versions of loggers, and the order in which TensorBoard reads the files of a resumed run."""
+"""The order in which TensorBoard reads the files of a resumed run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.summary.writer import event_file_writer
 
 from lightning_faulttolerant.trainer.files import compat
 from tests.loggers import scalars
-
-
-def test_version_that_somebody_named_is_reported(tmp_path: Path) -> None:
-    """Only a version that Lightning has chosen, or will choose, counts as the next one."""
-    for version in (0, 1):
-        (tmp_path / f"lightning_logs/version_{version}").mkdir(parents=True)
-    for kind in (CSVLogger, TensorBoardLogger):
-        logger = kind(tmp_path)
-        assert compat.takes_next_version(logger)
-        assert logger.version == 2
-        assert compat.takes_next_version(logger)
-        assert not compat.takes_next_version(kind(tmp_path, version=1))
-        assert not compat.takes_next_version(kind(tmp_path, version="2"))
-    begun = CSVLogger(tmp_path)
-    _ = begun.experiment
-    assert compat.has_begun(begun)
-    assert compat.takes_next_version(begun)
 
 
 @pytest.mark.parametrize("rest", ["{host}.9{process_id}.0", "zz.1.10"])

@@ -1,4 +1,4 @@
-"""Randomly drawn data: what reports and errors say of it, what is noted, and for which loaders it is put back."""
+"""Data that are drawn at random before ``fit``: what errors and the first start say of them."""
 
 from __future__ import annotations
 
@@ -6,89 +6,84 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
-from tests.drawn_data_sets import (
-    NUM_SAMPLES,
-    Loaders,
-    Names,
-    Shuffled,
-    fit,
-    loaders_of,
-    of,
-    split_at_random,
-)
 from tests.processes import run
-from tests.runs import Net, make_trainer
+from tests.runs import fit_net
 
 
-def again(
-    directory: Path,
-    make: Callable[[], Loaders],
-    *,
-    strict: bool = True,
-) -> str:
-    """Start a script whose data `make` creates, kill it, and start it again with another seed; return its output."""
+class Names(Dataset[Tensor]):
+    """Its samples derive from file names."""
 
-    def main(start: int) -> None:
-        train, validation, *_held = make()
-        protection = FaultTolerance(dirpath=directory, every_n_train_steps=1, strict=strict or start == 0)
-        faults = [KillAt(3)] if start == 0 else []
-        make_trainer([protection, *faults], directory, num_sanity_val_steps=0).fit(Net(), train, validation)
+    def __init__(self, num: int = 20) -> None:
+        self.names = [f"/data/{i:03d}.png" for i in range(num)]
 
-    assert run(lambda: main(0), seed=0).exit_code < 0
-    return run(lambda: main(1), seed=1).output
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(self.names[index][6:9])) + torch.randn(4)
 
 
-class WithMean(Shuffled):
-    """Has a number that depends on its first samples."""
+class Shuffled(Names):
+    """Shuffles the names."""
 
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.mean = sum(self.number(i) for i in range(5)) / 5
+    def __init__(self) -> None:
+        super().__init__()
+        random.shuffle(self.names)
 
 
-def part_without_the_rest() -> Loaders:
+class WithFirst(Shuffled):
+    """Has a number that depends on the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = int(self.names[0][6:9])
+
+
+def part_without_the_rest() -> Any:
     """Return a part of a data set without the parts with the other samples."""
-    return loaders_of(Subset(Names(), random.sample(range(36), 20)), Names(8))
+    return Subset(Names(36), random.sample(range(36), 20))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (of(WithMean), r"train/0\.dataset\.mean: .*; it may depend on values that were drawn without a seed"),
+        (WithFirst, r"train/0\.dataset\.first: .*; it may depend on values that were drawn without a seed"),
         (part_without_the_rest, r"train/0\.dataset: .*; not all parts of its split are known"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp_path: Path) -> None:
-    """The error shows both values and the remedy; with ``strict=False`` the report shows them."""
-    output = again(tmp_path / "strict", make)
-    assert re.search(
-        rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*Call seed_everything before the draw", output
-    )
-    output = again(tmp_path / "lenient", make, strict=False)
-    assert "Resumed NOT EXACTLY" in output
-    assert re.search(rf"NOT EXACT {message}", output)
+def test_what_can_not_be_put_back_is_refused(make: Callable[[], Any], message: str, tmp_path: Path) -> None:
+    """The error shows both values and the remedy."""
+
+    def main(*faults: KillAt) -> None:
+        protection = FaultTolerance(dirpath=tmp_path, every_n_train_steps=1)
+        fit_net([protection, *faults], tmp_path, train=DataLoader(make(), 4, shuffle=True), max_epochs=1)
+
+    assert run(lambda: main(KillAt(3)), seed=0).exit_code < 0
+    expected = rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*Call seed_everything before the draw"
+    assert re.search(expected, run(main, seed=1).output)
 
 
 @pytest.mark.parametrize(
     ("seed", "make", "told"),
     [
-        (None, split_at_random, "train/0.dataset"),
-        (None, of(Shuffled), "train/0.dataset.names"),
-        (None, of(Names), None),
-        (1, split_at_random, None),
+        (None, part_without_the_rest, "train/0.dataset"),
+        (None, Shuffled, "train/0.dataset.names"),
+        (None, Names, None),
+        (1, Shuffled, None),
     ],
 )
 def test_first_start_says_what_has_no_seed(
     seed: int | None,
-    make: Callable[[], Loaders],
+    make: Callable[[], Any],
     told: str | None,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -98,9 +93,7 @@ def test_first_start_says_what_has_no_seed(
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.seed() if seed is None else torch.manual_seed(seed)
     with caplog.at_level("INFO"):
-        fit(make, [FaultTolerance(dirpath=tmp_path)], tmp_path, max_steps=1)
+        fit_net([FaultTolerance(dirpath=tmp_path)], tmp_path, train=DataLoader(make(), 4, shuffle=True), max_steps=1)
     lines = [message for message in caplog.messages if "No seed is set" in message]
     assert len(lines) == (told is not None)
-    if told is not None:
-        assert told in lines[0]
-        assert "call seed_everything first" in lines[0]
+    assert all(f"{told}" in line and "call seed_everything first" in line for line in lines)

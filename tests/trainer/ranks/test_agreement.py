@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.trainer.ranks.agreement import SAVE, STOP, Chair, Member, end_of_window
+from lightning_faulttolerant.trainer.ranks.agreement import SAVE, STOP, Chair, Member
 
 NUM_RANKS = 3
 
@@ -110,22 +110,6 @@ def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -
     member.hear({"at": 2, "wish": SAVE})
     with pytest.raises(RanksLostError, match="the ranks agreed to save at boundary 2, but this rank is already at 5"):
         member.at_boundary()
-
-
-@pytest.mark.parametrize(
-    ("place", "batch", "num_batches", "length", "expected"),
-    [
-        (10, 10, 0, 1, 10),
-        (11, 10, 0, 4, 12),
-        (12, 10, 0, 4, 12),
-        (13, 10, 14, 4, 14),  # the epoch's last window is short
-        (15, 10, 14, 4, 15),  # the next epoch: its windows are not known
-    ],
-)
-def test_end_of_window(place: int, batch: int, num_batches: int, length: int, expected: int) -> None:
-    """Gradients need not be gathered at the end of a window or of the epoch; boundary 10 is before batch 10."""
-    found = end_of_window(place, boundary=10, batch=batch, num_batches=num_batches, length=length)
-    assert found == expected
 
 
 # Validation runs.

@@ -17,21 +17,6 @@ from lightning_faulttolerant.trainer.ranks.strategies import connect_all
 from tests.ranks import on_ranks
 
 
-def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
-    """Rank 0 gets every value in the ranks' order, and its own value reaches all ranks."""
-
-    def main(rank: int) -> Any:
-        ranks = connect_all()
-        told = ranks.to_first("values", {"rank": rank, "size": rank * 1000 * "x"})
-        numbers = None if told is None else [value["rank"] for value in told]
-        answer = [ranks.rank, ranks.num_ranks, numbers, ranks.from_first("value", f"of {rank}")]
-        ranks.close()
-        return answer
-
-    expected = [[0, 3, [0, 1, 2], "of 0"], [1, 3, None, "of 0"], [2, 3, None, "of 0"]]
-    assert on_ranks(main, tmp_path / "ranks", num_ranks=3) == expected
-
-
 def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path) -> None:
     """Ranks at different steps don't take each other's values for their own; a killed one is an error on the other."""
     answer, _ = on_ranks(lambda rank: connect_all().to_first(f"step {rank}", rank), tmp_path / "steps")

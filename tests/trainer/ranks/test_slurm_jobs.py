@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from lightning.pytorch import Callback
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.trainer import signals as deadline_module
 from tests.laws.ranks import FOR_RANKS
-from tests.runs import fit_eight
-from tests.trainer.ranks.stopped_ranks import RankEnded, RankProcesses, rank_fit
+from tests.trainer.ranks.stopped_ranks import RankProcesses, rank_fit
 
 pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
 
@@ -61,17 +59,18 @@ class Job:
             "SLURM_NODELIST": "localhost",
         }
 
-    def start(
+    def run(
         self,
-        *,
+        code: int,
+        *signals: tuple[int, int],
         environment: Mapping[str, str] = {},
         options: Mapping[str, Any] = {},
         auto_requeue: bool = True,
         seconds: float = 0.05,
         before: Callable[[], None] = lambda: None,
         **arguments: Any,
-    ) -> RankProcesses:
-        """Start the job's processes."""
+    ) -> str:
+        """Start it, send signals to ranks in batch 3, and return the output of rank 0 once all have ended so."""
 
         def main(rank: int) -> None:
             os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(rank)
@@ -79,26 +78,20 @@ class Job:
             plugins = [SLURMEnvironment(auto_requeue=auto_requeue)]
             chosen = {"train_time_interval": timedelta(hours=1), **options}
             callbacks = [FaultTolerance(dirpath=self.directory / "autosaves", **chosen), SlowBatches(seconds)]
-            if self.num_ranks == 1:
-                trainer = fit_eight(callbacks, self.directory, plugins=plugins, **arguments)
-            else:
-                trainer = rank_fit(self.num_ranks, callbacks, self.directory, plugins=plugins, **arguments)
+            trainer = rank_fit(self.num_ranks, callbacks, self.directory, plugins=plugins, **arguments)
             print(f"has trained {trainer.global_step} steps", flush=True)
 
-        return RankProcesses(main, num_ranks=self.num_ranks, environment={**self.environment, **environment})
-
-    def run(self, codes: int, *signals: tuple[int, int], **arguments: Any) -> str:
-        """Start it, send signals to ranks in batch 3, and return the output of rank 0 once all have ended so."""
-        with self.start(**arguments) as processes:
+        environment = {**self.environment, **environment}
+        with RankProcesses(main, num_ranks=self.num_ranks, environment=environment) as processes:
             if signals:
-                processes.wait_for("train 3", *range(self.num_ranks))
+                processes.wait_for("train 3")
             for signum, rank in signals:
                 processes.send(signum, rank)
-            ended: list[RankEnded] = processes.wait()
-        assert [each.exit_code for each in ended] == [codes] * self.num_ranks, ended[0].output
+            ended = processes.wait()
+        assert [each.exit_code for each in ended] == [code] * self.num_ranks, ended[0].output
         return ended[0].output
 
-    def assert_queued_again(self, *, in_batch: bool = True) -> None:
+    def assert_queued_again(self, *, in_batch: bool) -> None:
         """Check that ``scontrol`` was called once, after a verified autosave of the stop existed."""
         assert self.log.read_text().splitlines() == ["requeue 4711"]
         newest = sorted(self.kept.rglob("autosave-*.ckpt"))[-1]
@@ -107,21 +100,6 @@ class Job:
 
 
 USR1 = signal.SIGUSR1
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks"),
-    [(1, (0,)), pytest.param(2, (0, 1), marks=pytest.mark.slow), pytest.param(2, (1,), marks=pytest.mark.slow)],
-)
-def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    """The job is saved at the boundary, then queued again once by rank 0; when it is restarted, it continues there."""
-    job = Job(tmp_path, num_ranks=num_ranks)
-    job.run(76, *((USR1, rank) for rank in ranks))
-    job.assert_queued_again()
-    again = job.run(0, environment={"SLURM_RESTART_COUNT": "1"})
-    assert "Resumed exactly" in again
-    assert "train 0\n" not in again
-    assert "has trained 16 steps" in again
 
 
 def notice() -> None:
@@ -137,6 +115,34 @@ def own_handler() -> None:
 
 
 AT_ONCE = {"num_sanity_val_steps": 0}
+NOTICE = {"before": notice, **AT_ONCE}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks", "arguments"),
+    [
+        (1, (0,), {}),
+        pytest.param(2, (1,), {}, marks=SLOW),
+        (1, (), NOTICE),
+    ],
+)
+def test_signal_leads_to_a_save_and_a_requeue(
+    num_ranks: int, ranks: tuple[int, ...], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """The job is saved at the boundary, then queued again once by rank 0; when it is restarted, it continues there.
+
+    A notice that comes before the fit stops it at its first boundary.
+    """
+    job = Job(tmp_path, num_ranks=num_ranks)
+    assert ("train 0\n" in job.run(76, *((USR1, rank) for rank in ranks), **arguments)) == bool(ranks)
+    job.assert_queued_again(in_batch=bool(ranks))
+    again = job.run(0, environment={"SLURM_RESTART_COUNT": "1"})
+    assert "Resumed exactly" in again
+    assert ("train 0\n" in again) != bool(ranks)
+    assert "has trained 16 steps" in again
+
+
 REQUEUED = ["requeue 4711"]
 FIRST = [(USR1, 0)]
 # What the job is, its exit code, the signals, what it does, what it says, and what scontrol is told.
@@ -149,56 +155,19 @@ ENDS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]], dict[str, Any]
     "own handler": (
         {}, 143, [*FIRST, (signal.SIGTERM, 0)], {"before": own_handler, "seconds": 0.3}, "the user's own", []
     ),
-    "grace period is over": (
-        {"num_ranks": 2}, 76, [*FIRST, (USR1, 1)], {"options": {"grace_seconds": 1.0}, "seconds": 0.5}, "", REQUEUED
-    ),
-    "deadline has passed": (
-        {}, 75, [], {"options": {"deadline": datetime(2001, 1, 1)}, **AT_ONCE},
-        "Stopped by the deadline before batch 0 of epoch 0", [],
-    ),
     "in the sanity check": ({}, 76, [], {"before": notice}, "", REQUEUED),
     "no requeue": ({}, -USR1, [], {"before": notice, "auto_requeue": False}, "the job is not queued again", []),
     "a stop signal": (
-        {}, 128 + USR1, [],
-        {"before": notice, "auto_requeue": False, "options": {"stop_signals": ("SIGUSR1",)}, **AT_ONCE}, "", [],
+        {}, 128 + USR1, [], {**NOTICE, "auto_requeue": False, "options": {"stop_signals": ("SIGUSR1",)}}, "", []
     ),
 }  # fmt: skip
 QUICK = ("in the sanity check", "no requeue")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ENDS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in ENDS])
 def test_end_of_a_job(name: str, tmp_path: Path) -> None:
     """A failed requeue is said loudly, a handler of the user's own keeps the signal, and a notice may come early."""
     kind, code, signals, arguments, text, told = ENDS[name]
     job = Job(tmp_path, **kind)
     assert text in job.run(code, *signals, **arguments)
     assert (job.log.read_text().splitlines() if job.log.exists() else []) == told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "auto_requeue"), [(1, False), (2, True)])
-def test_end_of_the_job_is_a_deadline(
-    num_ranks: int, auto_requeue: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without any signal, the job is saved before its time is over, and queued again if requeueing is on."""
-    monkeypatch.setattr(deadline_module, "RESERVE_SECONDS", 1.0)
-    job = Job(tmp_path, num_ranks=num_ranks)
-    end = int(time.time()) + 8
-    arguments = {"auto_requeue": auto_requeue, "max_epochs": 1000, "num_sanity_val_steps": 0}
-    output = job.run(76 if auto_requeue else 75, environment={"SLURM_JOB_END_TIME": str(end)}, **arguments)
-    assert max(path.stat().st_mtime for path in job.directory.rglob("autosave-*")) < end
-    assert "Stopped by the deadline" in output
-    assert job.log.exists() is auto_requeue
-
-
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_fit_after_a_notice_stops_and_the_job_is_queued_again(num_ranks: int, tmp_path: Path) -> None:
-    """The fit stops at its first boundary, saved, with the code of a requeue; the next start trains to the end."""
-    job = Job(tmp_path, num_ranks=num_ranks)
-    assert "train 0" not in job.run(76, before=notice, num_sanity_val_steps=0)
-    job.assert_queued_again(in_batch=False)
-    again = job.run(0)
-    assert "Resumed exactly" in again
-    assert "has trained 16 steps" in again

@@ -20,18 +20,13 @@ Make = Callable[[Optimizer], Any]
 
 IN_PROPORTION: dict[str, Make] = {
     "step": lambda o: torchs.StepLR(o, 3),
-    "multi step": lambda o: torchs.MultiStepLR(o, [2, 7]),
     "lambda from 0": lambda o: torchs.LambdaLR(o, lambda step: step / 8),
-    "multiplicative": lambda o: torchs.MultiplicativeLR(o, lambda step: 0.9),
-    "constant": lambda o: torchs.ConstantLR(o, 0.1, 6),
     "linear warm-up": lambda o: torchs.LinearLR(o, 0.1, total_iters=8),
-    "polynomial": lambda o: torchs.PolynomialLR(o, 20),
     "cosine": lambda o: torchs.CosineAnnealingLR(o, 20),
     "plateau": lambda o: torchs.ReduceLROnPlateau(o, patience=1),
 }
 OTHERS: dict[str, Make] = {
     "cosine to a rate": lambda o: torchs.CosineAnnealingLR(o, 20, eta_min=0.001),
-    "restarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 5),
     "one cycle": lambda o: torchs.OneCycleLR(o, max_lr=[2 * g["lr"] for g in o.param_groups], total_steps=20),
     "cyclic": lambda o: torchs.CyclicLR(o, 0.001, [2 * g["lr"] for g in o.param_groups], cycle_momentum=False),
     "sequential": lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.ExponentialLR(o, 0.9)], [4]),

@@ -45,15 +45,6 @@ def test_each_task_of_an_array_is_a_run(variable: str) -> None:
     assert default_run_id(["train.py"], {variable: "1", "SLURM_JOB_ID": "78"}) == tasks[1]
 
 
-def test_variable_names_the_run() -> None:
-    """The environment's run id is used as it is; an empty one does not count; a bad one is refused."""
-    assert default_run_id(["train.py", "--x"], {"PL_FAULT_TOLERANT_RUN_ID": "mine"}) == "mine"
-    empty = default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": ""})
-    assert empty == default_run_id(["train.py"], {})
-    with pytest.raises(ValueError, match=r"got '\.\./mine'"):
-        default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
-
-
 @pytest.mark.parametrize(
     ("own", "expected"), [(None, "drill-1-interrupted"), ("mine", "drill-1-interrupted-mine"), ("a" * 128, None)]
 )

@@ -17,23 +17,19 @@ class Run:
         self,
         share: float = 0.01,
         *,
-        save_seconds: Callable[[int], float] = lambda number: 0.2,
+        save_seconds: Callable[[int], float],
         capture_seconds: float = 0.0,
         batch_seconds: float = 0.1,
-        start_seconds: float = 6.0,
-        fails: Callable[[float], bool] = lambda now: False,
+        start_seconds: float,
         is_resumed: bool = False,
     ) -> None:
-        self.now = 1000.0
+        self.now = 0.0
         self.budget = Budget(share, paces_saves=True, clock=lambda: self.now)
         self.save_seconds = save_seconds
         self.capture_seconds = capture_seconds
         self.batch_seconds = batch_seconds
-        self.fails = fails
         self.saves: list[float] = []
-        self.failures: list[float] = []
         self.seconds_saved = self.seconds_captured = 0.0
-        self.num_failures = 0
         self.budget.begin(start_seconds, None)
         if is_resumed:
             self.budget.begin_saved()
@@ -42,27 +38,18 @@ class Run:
         """Train for `seconds` seconds."""
         end = self.now + seconds
         while self.now < end:
-            if self.now >= self.budget.save_at:
-                self.save()
-            if self.now >= self.budget.capture_at:
-                began = self.now
+            began = self.now
+            if began >= self.budget.save_at:
+                self.now += self.save_seconds(len(self.saves))
+                self.saves.append(began)
+                self.seconds_saved += self.now - began
+                assert self.budget.spend_on_save(began) == self.now - began
+            began = self.now
+            if began >= self.budget.capture_at:
                 self.now += self.capture_seconds
                 self.seconds_captured += self.capture_seconds
                 self.budget.spend_on_capture(began)
             self.now += self.batch_seconds
-
-    def save(self) -> None:
-        """Save, or fail to save."""
-        began = self.now
-        failed = self.fails(began - 1000.0)
-        (self.failures if failed else self.saves).append(began - 1000.0)
-        self.now += self.save_seconds(len(self.saves) + len(self.failures) - 1)
-        self.seconds_saved += self.now - began
-        self.num_failures = self.num_failures + 1 if failed else 0
-        if failed:
-            self.budget.spend_on_failure(began, self.num_failures)
-        else:
-            assert self.budget.spend_on_save(began) == self.now - began
 
 
 @given(
@@ -101,15 +88,3 @@ def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_s
     assert run.saves
     assert run.saves[0] + start_seconds / 2 <= 2 * start_seconds
     assert run.saves[0] <= 30.2
-
-
-def test_failures_that_are_noticed_at_once_are_retried_soon_then_at_the_usual_pace() -> None:
-    """A full disk costs no time: the next try comes soon, later ones as often as saves came."""
-    run = Run(save_seconds=lambda number: 0.2, fails=lambda now: 300 <= now < 900)
-    run.train(1500)
-    first, second, *_, before, last = run.failures
-    assert second - first <= 4
-    assert last - before <= 20.5
-    recovered = min(seconds for seconds in run.saves if seconds > 900)
-    assert recovered <= 921
-    assert max(after - before for before, after in zip(run.saves[-20:], run.saves[-19:], strict=False)) <= 20.5

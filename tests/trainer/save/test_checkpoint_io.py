@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,6 @@ from tests.runs import fit_net
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    """Missing parents are created, the file verifies, and plain torch reads it too."""
-    path = tmp_path / "a/b/c.ckpt"
-    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
-    verify_file(path)
-    for loaded in (AtomicCheckpointIO().load_checkpoint(path), torch.load(path, weights_only=True)):
-        assert loaded["epoch"] == 1
-        assert torch.equal(loaded["state_dict"]["weight"], CHECKPOINT["state_dict"]["weight"])
-
-
 @pytest.mark.parametrize("path", ["plain.ckpt", "file://{directory}/url.ckpt", "~/home.ckpt"])
 def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relative path, a file URL, and a path in the home directory mean the same file to both plugins."""
@@ -46,18 +34,6 @@ def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monke
     AtomicCheckpointIO().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
     AtomicCheckpointIO().remove_checkpoint(path)
-
-
-def test_a_save_removes_what_a_killed_one_left_long_ago(tmp_path: Path) -> None:
-    """Kills during saves do not fill the disk; temporary files of possibly living writers, and other files, stay."""
-    dead = "elsewhere-1-0123456789abcdef"
-    names = {f".a.ckpt.tmp-{dead}": 7200, f".b.ckpt.tmp-{dead}": 60, ".c.ckpt.tmp-mine": 7200, "d.ckpt": 7200}
-    names[f".e.ckpt.tmp-{os.uname().nodename}-{os.getppid()}-0123456789abcdef"] = 7200
-    for name, age in names.items():
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "new.ckpt")
-    assert sorted(os.listdir(tmp_path)) == sorted(["new.ckpt", *list(names)[1:]])
 
 
 def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ PAIRS: dict[str, tuple[Any, Any] | Callable[[], tuple[Any, Any]]] = {
     "nesting": ([1, [2, 3]], [[1, 2], 3]),
     "key": ({"a": 1}, {"b": 1}),
     "type": (1, 1.0),
-    "array": (np.arange(3), np.arange(3)[::-1]),
     "object-array": (np.array([{"a": 1}], dtype=object), np.array([{"a": 2}], dtype=object)),
     "dataclass": (Sample(torch.zeros(2), 1), Sample(torch.zeros(2), 2)),
     "object": (Loose(1), Loose(2)),
@@ -56,9 +55,7 @@ PAIRS: dict[str, tuple[Any, Any] | Callable[[], tuple[Any, Any]]] = {
         torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
         torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=torch.jagged),
     ),
-    "half": (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.01], dtype=torch.bfloat16)),
     "no-content": (torch.zeros(2, device="meta"), torch.zeros(3, device="meta")),
-    "nothing": (None, torch.empty(0)),
 }
 
 
