@@ -22,8 +22,8 @@ import torch
 
 import lightning_faulttolerant
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import processes
 from tests.cli.trained import TORCHRUN, start
-from tests.groups import run_group
 from tests.harness import python
 from tests.processes import Ended, Script
 
@@ -144,8 +144,10 @@ def run_ranks(num_ranks: int, directory: Path, main: Callable[[], Any], dies: Ca
             die_when(dies)
         main()
 
-    codes, output = run_group(run, num_ranks=num_ranks, directory=directory.parent)
-    assert (set(codes) == {0}) == (dies is None), output
+    outputs = [directory.parent / f"{directory.name}-{rank}.txt" for rank in range(num_ranks)]
+    code = processes.run_ranks(run, outputs=outputs, seed=1, timeout_seconds=60)
+    output = "\n".join(path.read_text() for path in outputs)
+    assert (code == 0) == (dies is None), output
     return output
 
 
