@@ -58,7 +58,7 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: type[Callback], tmp_pa
     assert (stopped[0], resumed[0]) == (143, 0), stopped[1] + resumed[1]
     for text, (_, written) in (("Stopped by", stopped), ("A kill repeats", stopped), ("Resumed exactly", resumed)):
         assert "Epoch 0" in written
-        assert re.search(rf"(\n|\x1b\[2K)\r?(INFO: )?{text}[^\n]*\n", written), written
+        assert re.search(rf"(\n|\x1b\[2K|\r +)\r?(INFO: )?{text}[^\n]*\n", written), written
 
 
 @pytest.mark.parametrize(("signum", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
