@@ -78,7 +78,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 class Plan:
     """The arguments of the script: a kind of fault, in which hook, from which step on, and on which rank.
 
-    It comes once in all starts of the script, or always at one step, or (wandering) once at each step from there on.
+    It comes once in all starts of the script, or in each that gets to its step.
     """
 
     num_workers: int = 0
@@ -86,7 +86,7 @@ class Plan:
     hook: str = BATCH
     number: int = 3
     rank: int = 0
-    how: str = "once"
+    always: bool = False
     seconds: float = 0
     """How long each batch takes."""
 
@@ -99,14 +99,13 @@ class Strike(Callback):
 
     def come(self, hook: str, trainer: Trainer, *_: object) -> None:
         """Note that a hook is called."""
-        plan, step = self.plan, trainer.global_step
+        plan, struck = self.plan, self.directory / "struck"
         if hook == BATCH:
-            tell(self.directory, "steps", [os.getpid(), step])
+            tell(self.directory, "steps", [os.getpid(), trainer.global_step])
             time.sleep(plan.seconds)
         if not plan.kind or (hook, trainer.global_rank) != (plan.hook, plan.rank):
             return
-        struck = self.directory / (f"struck-{step}" if plan.how == "wandering" else "struck")
-        if step == plan.number if plan.how == "always" else step >= plan.number and not struck.exists():
+        if trainer.global_step >= plan.number and (plan.always or not struck.exists()):
             struck.touch()
             KINDS[plan.kind](self.directory)
 
