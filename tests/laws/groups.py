@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import random
 from collections.abc import Callable, Iterable
 
 from tests.laws.rows import Group, Row, all_rows, fits
@@ -19,23 +19,28 @@ def seed() -> int:
     return int(os.environ.get("LAWS_SEED", SEED))
 
 
-def deal(rows: Iterable[Row], *, largest: int = LARGEST) -> list[Group]:
-    """Return groups, so that each row is in one."""
-    waiting = sorted(rows, key=lambda each: each.name)
-    random.Random(seed()).shuffle(waiting)
+def deal(rows: Iterable[Row], *, largest: int = LARGEST, by_part: bool = False) -> list[Group]:
+    """Return groups, so that each row is in one.
+
+    A row comes when its name and the seed decide, so that a new row moves few others. With `by_part`, rows of one part
+    of the state come together if they can.
+    """
     groups: list[list[Row]] = []
-    for each in waiting:
+    for each in sorted(rows, key=lambda each: hashlib.sha256(f"{seed()} {each.name}".encode()).hexdigest()):
         places = [group for group in groups if len(group) < largest and fits(each, group)]
         if places:
-            min(places, key=len).append(each)
+            apart = {id(group): by_part and each.part not in {other.part for other in group} for group in places}
+            min(places, key=lambda group: (apart[id(group)], len(group))).append(each)
         else:
             groups.append([each])
     return [Group(rows=tuple(group)) for group in groups]
 
 
-def groups_of(wanted: Callable[[Row], bool] = lambda _: True, *, largest: int = LARGEST) -> list[Group]:
+def groups_of(
+    wanted: Callable[[Row], bool] = lambda _: True, *, largest: int = LARGEST, by_part: bool = False
+) -> list[Group]:
     """Return the groups of all rows that are wanted."""
-    return deal([each for each in all_rows().values() if wanted(each)], largest=largest)
+    return deal([each for each in all_rows().values() if wanted(each)], largest=largest, by_part=by_part)
 
 
 def guilty(group: Group, law: Callable[[Group], None]) -> tuple[Group, Exception]:

@@ -26,10 +26,11 @@ from torch.utils.data import DataLoader
 
 from tests.laws.data_sets import NoisyDataset
 
-MOST_LOADERS = 3
+MOST_LOADERS = 5
 PARTS_OF_EVENTS = ("content", "result", "weights", "optimizers", "random", "modes", "stopped", "batch", "evaluated")
 FEATURES = Path(__file__).parent / "features"
-_FEATURES = f"{__name__.rpartition('.')[0]}.features."
+_LAWS = __name__.rpartition(".")[0]  # not always tests.laws: see tests/twin
+_NEEDED = {_LAWS, *(f"{_LAWS}.{name}" for name in ("cuts", "data_sets", "events", "features", "rows", "runs"))}
 Made = TypeVar("Made", bound=Callable[..., Any])
 
 
@@ -193,7 +194,7 @@ def carried(made: type[Factor]) -> type[Factor]:
 def all_rows() -> dict[str, Row]:
     """Return the rows of all features."""
     for found in sorted(pkgutil.iter_modules([str(FEATURES)]), key=lambda each: each.name):
-        known, name = len(_rows), f"{_FEATURES}{found.name}"
+        known, name = len(_rows), f"{_LAWS}.features.{found.name}"
         importlib.import_module(name)
         _homes.update(dict.fromkeys(list(_rows)[known:], name))
     return _rows
@@ -205,7 +206,8 @@ def forget_others(rows: Iterable[Row]) -> None:
     kinds = [kind for each in rows for kind in (each.module or Net).__mro__]
     made = [getattr(each, kind) for each in rows for kind in ("callbacks", "train", "validation", "data")]
     kept = {_homes.get(each.name) for each in rows} | {getattr(each, "__module__", "") for each in (*kinds, *made)}
-    for name in [name for name in sys.modules if name.startswith(_FEATURES) and name not in kept]:
+    tests = ("tests.", f"{_LAWS.partition('.')[0]}.")
+    for name in [name for name in sys.modules if name.startswith(tests) and name not in kept | _NEEDED]:
         del sys.modules[name]
     for name in _rows.keys() - {each.name for each in rows}:
         del _rows[name]

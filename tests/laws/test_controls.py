@@ -14,7 +14,7 @@ from tests.laws.cuts import Cut
 from tests.laws.events import different_names
 from tests.laws.groups import groups_of
 from tests.laws.rows import Group, Row, all_rows
-from tests.laws.runs import Training, whole_run
+from tests.laws.runs import Training, assert_same, whole_run
 
 CUT = Cut(at=(1, 3), by=signal.SIGTERM)
 
@@ -28,9 +28,11 @@ def differences(group: Group, parts: list[str]) -> dict[str, set[str]]:
     """Return the names of values that differ after a resume without each of these parts."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        [whole] = whole_run(group, root)
+        [whole] = wholes = whole_run(group, root)
         killed = Training(group=group, root=root / "cut")
         assert killed.start(CUT).codes == [CUT.exit_code]
+        [(begin, _)] = assert_same(wholes, killed.starts[0], name="the start with the cut")
+        assert begin == 0
         found = {}
         for part in parts:
             aside = root / "aside"
@@ -52,7 +54,7 @@ def assert_lost(group: Group) -> None:
         assert not missing, f"Without {row.part}, {row.name} still shows {sorted(missing)} as before."
 
 
-@pytest.mark.parametrize("group", groups_of(is_carried), ids=str)
+@pytest.mark.parametrize("group", groups_of(is_carried, by_part=True), ids=str)
 def test_rows_are_lost_without_their_parts(group: Group) -> None:
     """Each row of a group shows another value if its part of the state is left out."""
     assert_lost(group)

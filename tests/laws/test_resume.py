@@ -21,8 +21,7 @@ def cuts_of(group: Group) -> list[Cut]:
     chosen = random.Random(f"{seed()} {group}")
     first, second = chosen.randrange(1, 5), chosen.randrange(2, 5)
     return [
-        Cut(at=(0, first)),
-        Cut(at=(0, 5), hook="validation"),
+        chosen.choice([Cut(at=(0, first)), Cut(at=(0, 5), hook="validation")]),
         chosen.choice([Cut(at=(1, 0), by=signal.SIGTERM), Cut(at=(1, 0), hook="step", by=signal.SIGTERM)]),
         Cut(at=(1, second), hook=chosen.choice(["batch", "backward", "step"]), every=4),
     ]
@@ -36,10 +35,28 @@ def resumes(group: Group) -> None:
         assert_continues(whole, Training(group=group, root=root / "cut"), cuts_of(group))
 
 
-@pytest.mark.parametrize("group", groups_of(), ids=str)
+GROUPS = groups_of()
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_resume(group: Group) -> None:
     """Killed, stopped, and killed again, a training continues as if nothing had happened."""
     check(group, resumes)
+
+
+def adds_nothing(group: Group) -> None:
+    """Check that the events of an uninterrupted run with the callback are those of a run without it."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        assert Training(group=group, root=root / "with").finished().events == whole_run(group, root)
+
+
+@pytest.mark.parametrize(
+    "group", [*GROUPS[:4], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[4:])], ids=str
+)
+def test_nothing_is_added(group: Group) -> None:
+    """Uninterrupted, a training does the same with the callback as without; the law above shows it of each part."""
+    check(group, adds_nothing)
 
 
 # Rows would mix weights of other sizes with numbers of 32 bits.

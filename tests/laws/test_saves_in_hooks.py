@@ -64,7 +64,7 @@ def saves(directory: Path, *, kind: type[Callback] = Callback) -> Callback:
         def save(self: Callback, trainer: Trainer, *arguments: Any) -> None:
             numbers = [argument for argument in arguments if isinstance(argument, int)]
             batch = trainer.fit_loop.batch_idx if hook == "on_before_optimizer_step" else (numbers or [None])[0]
-            if "train_batch" in hook and batch == trainer.num_training_batches - 1:
+            if hook == "on_train_batch_end" and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
                 batch = LAST
             call = hook, trainer.current_epoch, batch
             if call in CALLS and not trainer.sanity_checking:
@@ -115,7 +115,7 @@ def begin_of(whole: list[Event], call: Call) -> int:
     return of_epoch[-1] + (hook in AFTER)
 
 
-SWAPS = {"exponential average"}
+SWAPS = {"exponential average", "AveragesWeights"}
 """Rows that swap the weights for a validation run: a checkpoint that a hook saves inside of it is refused."""
 
 

@@ -72,7 +72,7 @@ for interval, frequency in (("epoch", 2), ("step", 6)):
     scheduled(f"plateau at each {frequency}. {interval}", plateau(interval, frequency), trainer=halves)
 scheduled("drawn rates", drawn, part="objects", shows="sum_of_rates")
 add("bf16-mixed", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}, takes="precision")
-add("max_steps in windows", trainer={"max_steps": 6, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
+add("max_steps in windows", trainer={"max_steps": 7, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
 
 
 @row("module", takes="layers")
@@ -321,7 +321,7 @@ class TwoOptimizers(ByHand):
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.Adam(self.layers[:2].parameters(), lr=0.01)
-        second = torch.optim.SGD(self.layers[3].parameters(), lr=0.01, momentum=0.9)
+        second = torch.optim.SGD(self.layers[-1].parameters(), lr=0.01, momentum=0.9)
         return [first, second], [ExponentialLR(first, 0.9)]
 
 

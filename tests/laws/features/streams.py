@@ -36,7 +36,7 @@ from tests.laws.rows import add, row
 
 def stream(name: str, make: Callable[[], Any], **arguments: Any) -> None:
     """Add a loader of an iterable data set."""
-    values = {key: arguments.pop(key) for key in ("trainer", "apart") if key in arguments}
+    values = {key: arguments.pop(key) for key in ("trainer", "apart", "alone") if key in arguments}
     train = lambda: DataLoader(make(), **{"batch_size": 4, **arguments})  # noqa: E731 - a row's function
     add(name, **{"part": "loaders", "shows": "content", "train": train, "apart": "ahead", **values})
 
@@ -60,7 +60,9 @@ stream("stream", lambda: Stream(24))
 stream("sized stream in workers", lambda: SizedStream(32), num_workers=2, collate_fn=NoisyCollate(), apart="")
 stream("stream with a state", StatefulStream, apart="")
 stream("stream with a state in workers", StatefulStream, num_workers=2, apart="")
-stream("workers that run out one after the other", UnevenStream, num_workers=2, persistent_workers=True)
+stream(
+    "workers that run out one after the other", UnevenStream, num_workers=2, persistent_workers=True, alone=True
+)
 stream("protocol of Lightning 1.9", SamplerStream)
 stream("stream without batches", lambda: Stream(8), batch_size=None, collate_fn=lambda row: row + torch.randn(4, 4))
 
