@@ -19,6 +19,11 @@ def seed() -> int:
     return int(os.environ.get("LAWS_SEED", SEED))
 
 
+def is_night() -> bool:
+    """Return whether the night has chosen the seed."""
+    return "LAWS_SEED" in os.environ
+
+
 def deal(rows: Iterable[Row], *, largest: int = LARGEST, by_part: bool = False) -> list[Group]:
     """Return groups, so that each row is in one.
 

@@ -92,7 +92,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 class Factor(Net):
-    """Multiplies the loss by the result of `factor`, and logs it; subclasses keep state for it."""
+    """Scales the loss by the result of `factor`, and logs that; subclasses keep state for it."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -104,12 +104,12 @@ class Factor(Net):
             loss = super(cls, self).training_step(batch, batch_idx)
             value = factor(self, loss)
             self.log(name, float(value.detach() if isinstance(value, Tensor) else value))
-            return loss * value
+            return loss * value / (1 + abs(value))  # bounded: in a training that diverges, nothing differs
 
         cls.training_step = training_step
 
     def factor(self, loss: Tensor) -> Any:
-        """Return what the loss is multiplied by."""
+        """Return what the loss is scaled by."""
         return 1.0
 
 

@@ -209,7 +209,11 @@ def _check_codes(start: Start, cut: Cut | None, name: str) -> None:
 def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str | Script = "fit") -> list[list[Event]]:
     """Return the events of an uninterrupted run, without the callback if that is possible."""
     whole = Training(group=group, root=root / "whole", num_ranks=num_ranks, stage=stage, with_callback=group.only_with)
-    return whole.finished().events
+    found = whole.finished().events
+    last = [event["values"] for events in found for event in events if event["kind"] == "log"][-1]
+    if "nan" in last.values():
+        raise Broken(f"It diverges, so that nothing differs any more: {last}")
+    return found
 
 
 def refusal(output: str, root: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.laws.cuts import Cut
 from tests.laws.features.lightning_callbacks import FINDERS
-from tests.laws.groups import check, groups_of, seed
+from tests.laws.groups import check, groups_of, is_night, seed
 from tests.laws.rows import Group, Row, all_rows
 from tests.laws.runs import Training, assert_continues, whole_run
 
@@ -20,8 +20,9 @@ def cuts_of(group: Group) -> list[Cut]:
     """Return cuts in both epochs, in the order of the run, that the seed and the group decide."""
     chosen = random.Random(f"{seed()} {group}")
     first, second = chosen.randrange(1, 5), chosen.randrange(2, 5)
+    early = [Cut(at=(0, first)), Cut(at=(0, 5), hook="validation")]
     return [
-        chosen.choice([Cut(at=(0, first)), Cut(at=(0, 5), hook="validation")]),
+        *(early if is_night() else [chosen.choice(early)]),
         chosen.choice([Cut(at=(1, 0), by=signal.SIGTERM), Cut(at=(1, 0), hook="step", by=signal.SIGTERM)]),
         Cut(at=(1, second), hook=chosen.choice(["batch", "backward", "step"]), every=4),
     ]
