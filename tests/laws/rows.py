@@ -133,8 +133,9 @@ class Row:
         takes: What it takes for itself alone, besides what is found out.
         warns: Regular expressions of the warnings that it causes.
         imports: Modules that are imported once, before its processes are forked.
-        apart: ``ahead`` if Lightning fetches its batches ahead, since it has no length; ``counts`` if batches depend on
-            what its loader counts. The two never meet, as long as the fault in `KNOWN` (test_resume.py) is open.
+        apart: ``ahead`` if Lightning fetches its batches ahead, since it has no length; ``counts`` if it needs a
+            length, or batches depend on what its loader counts, as long as the fault in `KNOWN` (test_resume.py) is
+            open. The two never meet.
         ranks: Whether it works on several ranks.
         repeats: How many batches a kill may repeat at most, with a save at each step.
     """

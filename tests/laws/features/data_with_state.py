@@ -188,4 +188,4 @@ class FromModule(LightningDataModule):
         return rows_of(8, shuffle=False)()
 
 
-add("data that training makes", part="objects", shows="length", module=Explores, data=FromModule)
+add("data that training makes", part="objects", shows="length", module=Explores, data=FromModule, apart="ahead")
