@@ -60,9 +60,7 @@ stream("stream", lambda: Stream(24))
 stream("sized stream in workers", lambda: SizedStream(32), num_workers=2, collate_fn=NoisyCollate(), apart="")
 stream("stream with a state", StatefulStream, apart="")
 stream("stream with a state in workers", StatefulStream, num_workers=2, apart="")
-stream(
-    "workers that run out one after the other", UnevenStream, num_workers=2, persistent_workers=True, alone=True
-)
+stream("workers that run out one after the other", UnevenStream, num_workers=2, persistent_workers=True, alone=True)
 stream("protocol of Lightning 1.9", SamplerStream)
 stream("stream without batches", lambda: Stream(8), batch_size=None, collate_fn=lambda row: row + torch.randn(4, 4))
 
