@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # of the batches fetched, at most the last one is not trained yet
 _OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
-                  "_way", "_objects", "_plain_values", "_owed", "record"})  # fmt: skip
+                  "_way", "_objects", "_plain_values", "_owed", "_unasked", "record"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -175,6 +175,7 @@ class IterableSide(IterableDataset[Any]):
         self._way: str | None = None
         self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, object]] = []
+        self._unasked: tuple[Iterator[object], object, IterableRecord, int] | None = None
         self.record = IterableRecord()
 
     @property  # type: ignore[misc]
@@ -230,6 +231,7 @@ class IterableSide(IterableDataset[Any]):
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
+                self._ask(iter(self.user_dataset), plan["state"])
             plan = None
         if plan is not None and is_in_worker and not plan["samples"] and not plan["ended"]:
             if plan["way"] == _DATASET:
@@ -266,6 +268,8 @@ class IterableSide(IterableDataset[Any]):
         if record.way == _DATASET:
             self.user_dataset.load_state_dict(plan["state"])
         samples = iter(self.user_dataset)
+        if record.way == _DATASET:
+            self._unasked = samples, plan["state"], record, record.num_samples
         if record.way == _ITERATOR:
             samples.load_state_dict(plan["state"])
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
@@ -282,6 +286,20 @@ class IterableSide(IterableDataset[Any]):
             if record.has_ended:
                 self._worker_states.end_iteration(record)
         return _Samples(self, samples, record)
+
+    def end_resumed(self) -> None:
+        """End the iteration that was resumed, if no sample of it was left: a generator has not even begun."""
+        unasked, self._unasked = self._unasked, None
+        if unasked is not None and (self.record, self.record.num_samples) == unasked[2:]:
+            self._ask(*unasked[:2])
+
+    def _ask(self, samples: Iterator[object], state: object) -> None:
+        """Ask for a sample after a state was loaded that may be the end of an iteration, which must not be the next."""
+        before = self._moment()
+        if next(samples, self) is not self:  # it is the state of a beginning
+            self.user_dataset.load_state_dict(state)
+        set_rng_state(before.rng)
+        self._held.load_state_dict(before.held)
 
     def _replay(self, samples: Iterator[object], record: IterableRecord) -> None:
         if record.first is None:

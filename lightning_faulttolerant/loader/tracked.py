@@ -19,6 +19,7 @@ from lightning_faulttolerant.loader.data_sets import ForeignEpochs, StreamedEpoc
 from lightning_faulttolerant.loader.exactness import (
     TRACKER,
     Exactness,
+    begin_plainly,
     forget_own_position,
     stateful_dataset,
     tracked_class,
@@ -453,6 +454,14 @@ class TrackedLoader:
             drop = state_dict["drop"]
             plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers and not had_workers)
             self._next.resumed = replace(resumed, plan=plan, worker_states=workers, drop=drop)
+
+    def end_resumed(self) -> None:
+        """End the iteration that was resumed, if no batch of it was left: a generator of the user's has not begun."""
+        resumed = self._next.resumed
+        if resumed is not None and resumed.state["consumed"] is not None and self._next.is_asked:
+            begin_plainly(self.loader)
+        if self.iterable is not None and not self.num_workers:
+            self.iterable.end_resumed()
 
     def begin_after(self, num_samples: int) -> None:
         """Give the first sample of each iteration the seed of the one that follows `num_samples` others."""

@@ -131,6 +131,7 @@ class ResumedEpoch:
 
     def end(self, original: Callable[[], None]) -> None:
         """Replace the fit loop's ``on_advance_end``. Call only the end-of-epoch hooks that are still owed."""
+        self._loaders.end_resumed()
         if self._is_ending:
             callbacks, module = self._pending()
             with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):

@@ -342,6 +342,12 @@ class Loaders:
         with self.iterated_by_trainer():
             compat.renew_iterator(self._trainer, state.get("combined"), skip)
 
+    def end_resumed(self) -> None:
+        """End the training iterations that were resumed, when their epoch is over."""
+        for tracker in self._training().values():
+            if isinstance(tracker, TrackedLoader):
+                tracker.end_resumed()
+
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         iterations, held = {}, {}
