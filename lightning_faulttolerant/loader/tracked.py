@@ -458,7 +458,7 @@ class TrackedLoader:
     def end_resumed(self) -> None:
         """End the iteration that was resumed, if no batch of it was left: a generator of the user's has not begun."""
         resumed = self._next.resumed
-        if resumed is not None and resumed.state["consumed"] is not None and self._next.is_asked:
+        if resumed is not None and resumed.state.get("consumed") is not None and self._next.is_asked:
             begin_plainly(self.loader)
         if self.iterable is not None and not self.num_workers:
             self.iterable.end_resumed()

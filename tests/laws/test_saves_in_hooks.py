@@ -52,6 +52,9 @@ AFTER = {
 }
 
 
+USED_UP = [call for call in CALLS if call[1:] in ((0, LAST), (0, None)) or "validation" in call[0]]
+
+
 def file_of(directory: Path, call: Call) -> Path:
     """Return the file of a call."""
     return directory / "{}-{}-{}.ckpt".format(*call)
@@ -128,8 +131,9 @@ def is_quiet(row: Row) -> bool:
 
 
 def continues_from(group: Group) -> None:
-    """Check the law on a group, with some calls that the seed decides."""
-    assert_continues_from(group, random.Random(f"{seed()} {group}").sample(CALLS, 3))
+    """Check the law on a group, with some calls that the seed decides, one of them when its batches are used up."""
+    chosen = random.Random(f"{seed()} {group}")
+    assert_continues_from(group, [*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])
 
 
 GROUPS = groups_of(is_quiet)
@@ -143,6 +147,14 @@ GROUPS = groups_of(is_quiet)
 def test_saved_in_a_hook(group: Group) -> None:
     """Whatever the loaders and settings, a checkpoint that a hook saves continues the run."""
     check(group, continues_from)
+
+
+@pytest.mark.parametrize("name", ["iter that unpacks", "stream with a state"])
+def test_saved_when_batches_are_used_up(name: str) -> None:
+    """What a generator of the user's would do at its next batch isn't owed to the next epoch."""
+    assert_continues_from(
+        Group(rows=(all_rows()[name],)), [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)]
+    )
 
 
 SOME = [call for call in CALLS if call[1:] in ((0, LAST), (0, None))]
