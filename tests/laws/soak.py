@@ -1,8 +1,7 @@
 """The soak: trainings of random rows, struck at random moments, for hours: ``make soak HOURS=8``.
 
-Each trial trains a random group on one or two ranks, is struck some times, and then finishes. At the end it prints how
-many trials were exact, were wrong, hung, or left something behind. A trial that fails leaves a directory with its
-files; ``make soak TRIAL=<directory>`` runs the same trial again.
+Each trial trains a random group on one or two ranks, is struck some times, and then finishes. It prints a table at the
+end. A trial that fails leaves a directory with its files; ``make soak TRIAL=<directory>`` runs the same trial again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 
 from tests.harness import warm
 from tests.laws.cuts import Cut
-from tests.laws.events import Broken, slice_of
+from tests.laws.events import Broken, Event, read, slice_of
 from tests.laws.processes import signal_to, tree_of
 from tests.laws.rows import Group, Row, all_rows, fits
 from tests.laws.runs import Start, Training, whole_run
@@ -41,7 +40,10 @@ KINDS = (
     "exception",
     "full disk",
     "damaged autosave",
+    "two starts",
 )
+REFUSED = "refused rightly"
+OUTCOMES = ("exact", REFUSED, "wrong", "hung", "left behind")
 _HUNG_SECONDS = 600
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -123,16 +125,48 @@ class Soak:
             self._training.before = lambda: _fill_disk(moment)
         elif kind == "damaged autosave":
             _damage(self._training.root, self._chosen)
+        elif kind == "two starts":
+            self._training.beside = lambda _: self._start_again(moment)
         elif kind:
             self._training.beside = lambda ids: _strike(kind, ids, moment, self._chosen)
         before = set(_SHARED_MEMORY.iterdir())
         start = self._training.start(cut, **({} if cut else {"every_n_train_steps": self._chosen.choice([1, 2, 4])}))
-        left = [path.name for path in set(_SHARED_MEMORY.iterdir()) - before if not path.name.startswith("tests-")]
-        left += [f"process {each}" for each in _processes_of(self._training.root)]
+        if kind == "two starts":
+            self._check_second(start)
+        left = self._left(before)
         if left:
             self.outcomes["left behind"] += 1
             raise Broken(f"After {kind or 'the end'}, there is left: {left}.\n{start.output}")
         return start
+
+    def _left(self, before: set[Path]) -> list[str]:
+        """Return what a start has left behind; what vanishes in ten seconds is another program's semaphore."""
+        for _ in range(100):
+            left = [path.name for path in set(_SHARED_MEMORY.iterdir()) - before if not path.name.startswith("tests-")]
+            left += [f"process {each}" for each in _processes_of(self._training.root)]
+            if not left:
+                break
+            time.sleep(0.1)
+        return left
+
+    def _start_again(self, moment: float) -> None:
+        time.sleep(moment)
+        path = self._training.root / f"second-{len(self._training.starts)}.jsonl"
+        sys.stderr = sys.stdout = open(path.with_suffix(".txt"), "w")  # noqa: SIM115 - until the end
+        self._training.run(path, None, {"every_n_train_steps": 1})
+
+    def _check_second(self, start: Start) -> None:
+        """A second start has trained only if the first one has not."""
+        events = read(self._training.root / f"second-{len(self._training.starts) - 1}.jsonl")
+        both = [any(event["kind"] == "trained" for event in each) for each in (events, start.events[0])]
+        if all(both) and not _is_after(events, start.events[0]):
+            raise Broken(f"Two starts have trained at once.\n{start.output}")
+        self.outcomes[REFUSED] += not events
+
+
+def _is_after(later: list[Event], earlier: list[Event]) -> bool:
+    """Return whether all that one start did is after what another did."""
+    return bool(later) and (later[0].get("step") or 0) >= (earlier[-1].get("step") or 0)
 
 
 def _strike(kind: str, ids: list[int], moment: float, chosen: random.Random) -> None:
@@ -217,6 +251,15 @@ def run_trial(trial: Trial, failures: Path) -> Counter[str]:
     return soak.outcomes
 
 
+def table(kinds: dict[str, Counter[str]], num_trials: int) -> str:
+    """Return the table of outcomes: in each row the trials that a kind of strike was part of."""
+    lines = [f"{num_trials} trials", "| strike | trials | " + " | ".join(OUTCOMES) + " |", "|---" * 7 + "|"]
+    for kind, counts in kinds.items():
+        cells = [str(counts[name]) for name in ("trials", *OUTCOMES)]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run trials until the time is over; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -238,11 +281,13 @@ def main() -> int:
     for trial in trials:
         outcomes = run_trial(trial, arguments.failures)
         for kind in {*trial.kinds, "all"}:
-            kinds[kind].update({"trials": 1, **outcomes})
+            counted = {
+                name: count for name, count in outcomes.items() if name != REFUSED or kind in ("two starts", "all")
+            }
+            kinds[kind].update({"trials": 1, **counted})
         if time.monotonic() > end:
             break
-    for kind, counts in kinds.items():  # those of the trials that this kind of strike was part of
-        print(f"{kind}: {dict(counts)}")
+    print(table(kinds, kinds["all"]["trials"]))
     return int(any(kinds["all"][name] for name in ("wrong", "hung", "left behind")))
 
 

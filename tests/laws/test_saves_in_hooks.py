@@ -118,8 +118,8 @@ def begin_of(whole: list[Event], call: Call) -> int:
     return of_epoch[-1] + (hook in AFTER)
 
 
-SWAPS = {"exponential average", "AveragesWeights"}
-"""Rows that swap the weights for a validation run: a checkpoint that a hook saves inside of it is refused."""
+REFUSED = {"exponential average", "torchdata in a data module that keeps its state"}
+"""Rows that swap weights, or keep a state of another moment: a save of a hook in a validation is refused."""
 
 
 def is_quiet(row: Row) -> bool:
@@ -127,7 +127,7 @@ def is_quiet(row: Row) -> bool:
     lengths = {"max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "accumulate_grad_batches"}
     # Objects in a file of the user's are refused.
     is_plain = row.module is None and row.repeats == 1 and not row.validation and not row.trainer.keys() & lengths
-    return is_plain and IN_FILES not in row.takes and row.name not in SWAPS
+    return is_plain and IN_FILES not in row.takes and row.name not in REFUSED
 
 
 def continues_from(group: Group) -> None:

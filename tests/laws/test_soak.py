@@ -22,7 +22,7 @@ def test_trial_of_a_seed_is_always_the_same() -> None:
     assert {kind for trial in trials for kind in trial.kinds} == set(KINDS)
 
 
-@pytest.mark.parametrize("kinds", [["SIGKILL of all"], ["full disk", "damaged autosave"]], ids=str)
+@pytest.mark.parametrize("kinds", [["SIGKILL of all", "two starts"], ["full disk", "damaged autosave"]], ids=str)
 def test_trial_is_exact(kinds: list[str], tmp_path: Path) -> None:
     """A training that continues exactly leaves nothing."""
     outcomes = run_trial(Trial(seed=1, rows=["Outputs", "shuffled"], kinds=kinds, num_ranks=1), tmp_path / "failures")

@@ -33,7 +33,7 @@ class DrawsFromGlobals(NoisyDataset):
         return super().__getitem__(index) + 0.1 * drawn
 
 
-@row("train", part="held", shows="content", takes="global generators")
+@row("train", part="held", shows="content", takes="global generators", apart="counts")
 def global_generators() -> DataLoader:
     """A data set draws from generators at the top of a module."""
     return DataLoader(DrawsFromGlobals(24), batch_size=4, shuffle=True)

@@ -50,7 +50,7 @@ MADE: dict[str, Callable[[int], Any]] = {
 for name, make in MADE.items():
     is_local = "thread" in name
     takes = "copies" if is_local else ()  # what is local to a thread can't be copied
-    add(f"generator {name}", train=lambda make=make: make(0), takes=takes)
+    add(f"generator {name}", train=lambda make=make: make(0), takes=takes, apart="counts" if "late" in name else "")
     if is_local or "transform" in name:
         add(f"generator {name} of workers", train=lambda make=make: make(2), takes=takes)
 add("global generators", part="rng", shows="content")
