@@ -222,7 +222,9 @@ _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.t
                    "streaming.base", "litdata.", *MANIFESTS,
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
 _LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
-_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
+_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim",
+           # Lightning's wrapper of the user's sampler, on several ranks.
+           "lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")  # fmt: skip
 # Tensors by parameter, as many as the model has. An optimizer's are in the checkpoint, and large.
 OF_OPTIMIZERS = ("state", "param_groups")
 # Large containers hold no generators in practice; walking them would take seconds at each autosave.
@@ -324,7 +326,7 @@ def is_opaque(value: object) -> bool:
 
 def _is_walked(kind: type) -> bool:
     module = kind.__module__ or ""
-    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED) or module == _LITDATA_SET:
+    if issubclass(kind, torch.nn.Module) or module.startswith(_WALKED) or module == _LITDATA_SET:
         return True
     return not module.startswith("torch.") and module != "torch" and not _is_opaque_module(module)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,9 +26,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tests.faulty_files import FullDisk
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset
+from tests.laws.groups import check, groups_of
 from tests.laws.ranks import FOR_RANKS, Apart, InShards, Slowly, batches, fsdp2, rank_here
-from tests.laws.rows import Group, Net, Row, rows_of
-from tests.laws.runs import Training, assert_continues
+from tests.laws.rows import Group, Net, Row, all_rows, rows_of
+from tests.laws.runs import Training, assert_continues, whole_run
 from tests.laws.wholes import whole_of
 from tests.messages import plain
 
@@ -257,6 +259,32 @@ TOLD: dict[str, tuple[Row, int, dict[str, Any], int]] = {
     "a hook with a state": (strategy("hook", Crossed, Compressed()), 2, {}, 1),
     "a static graph": (strategy("static", Crossed, DDPStrategy(static_graph=True)), 3, {}, 0),
 }
+
+
+def resumes_on_two(group: Group) -> None:
+    """Check the law on a group, on two ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        training = Training(group=group, root=root / "cut", num_ranks=2)
+        cuts = [Cut(at=(0, 2), by=0, hook="backward"), Cut(at=(1, 1))]
+        assert_continues(whole_run(group, root, num_ranks=2), training, cuts)
+
+
+FOUND = ["torchdata"]
+"""Rows that failed on two ranks, though not on one."""
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        *(Group(rows=(all_rows()[name],)) for name in FOUND),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in groups_of(lambda row: row.ranks)),
+    ],
+    ids=str,
+)
+def test_rows_on_two_ranks(group: Group) -> None:
+    """What continues in one process continues on two ranks."""
+    check(group, resumes_on_two)
 
 
 @pytest.mark.slow

@@ -234,10 +234,12 @@ class ReadsAhead(DataLoader[Any]):
             yield batch
 
 
-@iterable
 def draws_ahead() -> ReadsAhead:
     """One worker draws what a thread fetches ahead."""
     return ReadsAhead(NoisyDataset(24), num_workers=1)
+
+
+iterable(draws_ahead, ranks=False)  # Lightning can't make it again for a rank
 
 
 class Repeats:

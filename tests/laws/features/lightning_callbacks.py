@@ -60,7 +60,7 @@ class Unfreezing(BaseFinetuning):
 
 ALL = ("optimizer", "layers", "copies")
 THREE: dict[str, Any] = {"takes": ALL, "trainer": {"max_epochs": 3}}
-add("unfreezing", module=Backbone, callbacks=Unfreezing, **THREE)
+add("unfreezing", module=Backbone, callbacks=Unfreezing, ranks=False, **THREE)
 
 
 class NormNet(Net):

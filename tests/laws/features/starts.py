@@ -107,7 +107,7 @@ class SetsOthers(Callback):
         module.log("num_batches_seen", float(self.num_batches_seen))
 
 
-add("SetsOthers", callbacks=lambda: [SetsOthers(), stopping()])
+add("SetsOthers", callbacks=lambda: [SetsOthers(), stopping()], takes="validation")  # it monitors one
 
 
 @row("module", takes=("checkpoint", "optimizer", "layers"), callbacks=stopping)

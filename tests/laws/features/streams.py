@@ -96,7 +96,7 @@ add(
 )
 
 
-@row("train", part="loaders", shows="content")
+@row("train", part="loaders", shows="content", ranks=False)
 def grouped() -> DataLoader[Tensor]:
     """Batches of groups continue without calls of ``advance``."""
     sampler = InterruptibleDistributedGroupedBatchSampler(range(24), [i % 4 for i in range(24)], 4, seed=3)
