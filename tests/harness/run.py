@@ -277,6 +277,11 @@ def _get_ready() -> None:
 def _print_summary(suite: Suite, seconds: float) -> None:
     for output in suite.failures.values():
         print(f"\n{output}")
+    slowest = sorted(suite.reports.items(), key=lambda item: -item[1].processor_seconds)[:10]
+    if seconds > 60:
+        print("\nslowest files, with their processor time:")
+        lines = [f"{each.seconds:8.1f} s  {file} ({each.processor_seconds:.1f} s)\n" for file, each in slowest]
+        print("".join(lines))
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)
