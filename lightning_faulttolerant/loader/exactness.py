@@ -17,7 +17,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast, final
+from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, get_worker_info
 
@@ -205,7 +205,7 @@ def _before(maker: Any) -> type[DataLoader[object]]:
 
 def begin_plainly(followed: DataLoader[object]) -> None:
     """Begin an iteration of the followed copy as the user's ``__iter__`` would, without running that."""
-    cast(Any, _before(_maker(type(followed)))).__iter__(followed)
+    _before(_maker(type(followed))).__iter__(followed)
 
 
 def _no_state(self: object) -> dict[str, object]:

@@ -175,7 +175,7 @@ class IterableSide(IterableDataset[Any]):
         self._way: str | None = None
         self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, object]] = []
-        self._unasked: tuple[Iterator[object], object, IterableRecord, int] | None = None
+        self._unasked: tuple[Iterator[object], Position, IterableRecord] | None = None
         self.record = IterableRecord()
 
     @property  # type: ignore[misc]
@@ -268,9 +268,9 @@ class IterableSide(IterableDataset[Any]):
         if record.way == _DATASET:
             self.user_dataset.load_state_dict(plan["state"])
         samples = iter(self.user_dataset)
-        if record.way == _DATASET:
-            self._unasked = samples, plan["state"], record, record.num_samples
-        if record.way == _ITERATOR:
+        if record.way == _DATASET and self._worker_states is None:
+            self._unasked = samples, plan, record
+        elif record.way == _ITERATOR:
             samples.load_state_dict(plan["state"])
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
         if record.way == _REPLAY:
@@ -289,9 +289,11 @@ class IterableSide(IterableDataset[Any]):
 
     def end_resumed(self) -> None:
         """End the iteration that was resumed, if no sample of it was left: a generator has not even begun."""
-        unasked, self._unasked = self._unasked, None
-        if unasked is not None and (self.record, self.record.num_samples) == unasked[2:]:
-            self._ask(*unasked[:2])
+        if self._unasked is not None:
+            samples, plan, record = self._unasked
+            if record is self.record and record.num_samples == plan["samples"]:
+                self._ask(samples, plan["state"])
+        self._unasked = None
 
     def _ask(self, samples: Iterator[object], state: object) -> None:
         """Ask for a sample after a state was loaded that may be the end of an iteration, which must not be the next."""

@@ -221,9 +221,8 @@ MANIFESTS = ("lhotse.array", "lhotse.audio", "lhotse.cut", "lhotse.features", "l
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.twin", "lightning_faulttolerant.loader",
                    "streaming.base", "litdata.", *MANIFESTS,
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
-_LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
-_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim",
-           # Lightning's wrapper of the user's sampler, on several ranks.
+# litdata's data set holds the user's transform, and Lightning's wrapper of a sampler, on several ranks, the user's.
+_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim", "litdata.streaming.dataset",
            "lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")  # fmt: skip
 # Tensors by parameter, as many as the model has. An optimizer's are in the checkpoint, and large.
 OF_OPTIMIZERS = ("state", "param_groups")
@@ -326,7 +325,7 @@ def is_opaque(value: object) -> bool:
 
 def _is_walked(kind: type) -> bool:
     module = kind.__module__ or ""
-    if issubclass(kind, torch.nn.Module) or module.startswith(_WALKED) or module == _LITDATA_SET:
+    if issubclass(kind, torch.nn.Module) or module.startswith(_WALKED):
         return True
     return not module.startswith("torch.") and module != "torch" and not _is_opaque_module(module)
 
