@@ -32,6 +32,7 @@ from tests.laws.processes import signal_to, tree_of
 from tests.laws.rows import Group, Row, all_rows, fits
 from tests.laws.runs import Start, Training, whole_run
 
+TWO_STARTS = "two starts"
 KINDS = (
     "SIGKILL of a process",
     "SIGKILL of all",
@@ -41,7 +42,7 @@ KINDS = (
     "exception",
     "full disk",
     "damaged autosave",
-    "two starts",
+    TWO_STARTS,  # on one rank: a second start of two has no launcher
 )
 REFUSED = "refused rightly"
 OUTCOMES = ("exact", REFUSED, "wrong", "hung", "left behind")
@@ -80,11 +81,8 @@ def new_trial(seed: int) -> Trial:
     for row in chosen.sample(candidates, min(len(candidates), 30)):
         if len(rows) < chosen.randrange(1, 7) and fits(row, rows):
             rows.append(row)
-    kinds = chosen.choices(KINDS, k=chosen.randrange(1, 4))
-    if (
-        "two starts" in kinds
-    ):  # the last strike: one of them may finish; and a second start of two ranks has no launcher
-        kinds = [kind for kind in kinds if kind != "two starts"] + ["two starts"] * (num_ranks == 1)
+    kinds = chosen.choices(KINDS[: len(KINDS) - (num_ranks > 1)], k=chosen.randrange(1, 4))
+    kinds.sort(key=TWO_STARTS.__eq__)  # the last strike: one of them may finish
     return Trial(seed=seed, rows=[row.name for row in rows], kinds=kinds, num_ranks=num_ranks)
 
 
@@ -119,7 +117,7 @@ class Soak:
                 if events and begin > ends[rank]:
                     raise Broken(f"{name} leaves out events {ends[rank]} to {begin} of rank {rank}.\n{start.output}")
                 ends[rank] = max(end, ends[rank])
-            if self._is_finished_by_second():
+            if kind and self._is_finished(start):
                 self.outcomes["exact"] += 1
                 return
         if any(start.codes) or ends != [len(events) for events in whole]:
@@ -136,13 +134,13 @@ class Soak:
             self._training.before = lambda: _fill_disk(moment)
         elif kind == "damaged autosave":
             _damage(self._training.root, self._chosen)
-        elif kind == "two starts":
+        elif kind == TWO_STARTS:
             self._training.beside = lambda _: self._start_again(moment)
         elif kind:
             self._training.beside = lambda ids: _strike(kind, ids, moment, self._chosen)
         before = set(_SHARED_MEMORY.iterdir())
         start = self._training.start(cut, **({} if cut else {"every_n_train_steps": self._chosen.choice([1, 2, 4])}))
-        if kind == "two starts":
+        if kind == TWO_STARTS:
             self._check_second(start)
         left = self._left(before)
         if left:
@@ -169,19 +167,24 @@ class Soak:
             print(f"refused: {self._trial.rows}, {self._trial.num_ranks} ranks: {refusals[0][:300]}", flush=True)
         return is_announced or bool(refusals)
 
-    def _is_finished_by_second(self) -> bool:
-        path = self._training.root / f"second-{len(self._training.starts) - 1}.jsonl"
-        return path.exists() and any(event["kind"] == "end" for event in read(path))
+    def _is_finished(self, start: Start) -> bool:
+        """Return whether a start, or the second one beside it, has finished the run: the next one would begin again."""
+        second = self._second(len(self._training.starts) - 1)
+        ends = [*start.events, read(second) if second.exists() else []]
+        return any(event["kind"] == "end" for events in ends for event in events)
+
+    def _second(self, number: int) -> Path:
+        return self._training.root / f"second-{number}.jsonl"
 
     def _start_again(self, moment: float) -> None:
         time.sleep(moment)
-        path = self._training.root / f"second-{len(self._training.starts)}.jsonl"
+        path = self._second(len(self._training.starts))
         sys.stderr = sys.stdout = open(path.with_suffix(".txt"), "w")  # noqa: SIM115 - until the end
         self._training.run(path, None, {"every_n_train_steps": 1})
 
     def _check_second(self, start: Start) -> None:
         """A second start has trained only if the first one has not."""
-        events = read(self._training.root / f"second-{len(self._training.starts) - 1}.jsonl")
+        events = read(self._second(len(self._training.starts) - 1))
         both = [any(event["kind"] == "trained" for event in each) for each in (events, start.events[0])]
         if all(both) and not _is_after(events, start.events[0]):
             raise Broken(f"Two starts have trained at once.\n{start.output}")
