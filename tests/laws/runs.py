@@ -210,9 +210,9 @@ def whole_run(group: Group, root: Path, *, num_ranks: int = 1, stage: str | Scri
     """Return the events of an uninterrupted run, without the callback if that is possible."""
     whole = Training(group=group, root=root / "whole", num_ranks=num_ranks, stage=stage, with_callback=group.only_with)
     found = whole.finished().events
-    last = [event["values"] for events in found for event in events if event["kind"] == "log"][-1]
-    if "nan" in last.values():
-        raise Broken(f"It diverges, so that nothing differs any more: {last}")
+    logged = [event["values"] for events in found for event in events if event["kind"] == "log"]
+    if logged and "nan" in logged[-1].values():
+        raise Broken(f"It diverges, so that nothing differs any more: {logged[-1]}")
     return found
 
 

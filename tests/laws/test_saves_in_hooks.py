@@ -52,7 +52,7 @@ AFTER = {
 }
 
 
-USED_UP = [call for call in CALLS if call[1:] in ((0, LAST), (0, None)) or "validation" in call[0]]
+USED_UP = [call for call in CALLS if call[2] == LAST or "validation" in call[0] or call[0] == "on_train_epoch_end"]
 
 
 def file_of(directory: Path, call: Call) -> Path:

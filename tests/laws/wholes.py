@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.laws.events import Event
 from tests.laws.rows import Group
-from tests.laws.runs import Training
+from tests.laws.runs import whole_run
 
 _known: dict[str, list[list[Event]]] = {}
 
@@ -18,6 +18,5 @@ def whole_of(group: Group, **values: Any) -> list[list[Event]]:
     key = f"{group} {values}"
     if key not in _known:
         with tempfile.TemporaryDirectory() as directory:
-            training = Training(group=group, root=Path(directory), with_callback=False, **values)
-            _known[key] = training.finished().events
+            _known[key] = whole_run(group, Path(directory), **values)
     return _known[key]
