@@ -201,7 +201,7 @@ def _check_codes(start: Start, cut: Cut | None, name: str) -> None:
     expected = cut.exit_code if cut else 0
     codes = start.codes if cut is None or cut.rank is None else [start.codes[cut.rank]]
     # A rank that is all but over when another one has ended gets SIGTERM from whoever started both.
-    late = {-signal.SIGTERM} if cut is not None and len(codes) > 1 and expected in codes else set()
+    late = {-signal.SIGTERM} if cut is not None and expected in start.codes else set()
     if not {*codes} <= {expected, *late}:
         raise Broken(f"{name} ended with the exit codes {start.codes}, not {expected}.\n{start.output}")
 
