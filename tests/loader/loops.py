@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import ResumableDataLoader
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from tests.loader.made import Drawing
 
 Event = tuple[Any, ...]
 Make = Callable[[], Any]
@@ -73,28 +74,40 @@ def plain_of(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
     return plain
 
 
+def small(**arguments: Any) -> ResumableDataLoader[Any]:
+    """Return a loader of 5 batches."""
+    return ResumableDataLoader(Drawing(5), **{"batch_size": 1, "shuffle": True, **arguments})
+
+
+def begun(loader: ResumableDataLoader[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """Return the state of a loader after its first batch, and the rest of its epoch."""
+    next(batches := iter(loader))
+    return loader.state_dict(), [listed(batch) for batch in batches]
+
+
 def resumable_loop(
     loader: Any,
     *,
     num_epochs: int,
     saved: list[Any] | None = None,
-    epoch_of: Callable[[Any, int], Any] | None = None,
+    epoch_of: Callable[[Any, int], Iterator[Any]] | None = None,
     draw: Callable[[], Any] = own_draws,
 ) -> list[Event]:
     """Return a loop's events from the loader's epoch on; put pairs of position and state into `saved`."""
     events: list[Event] = []
-    if saved is not None:
-        saved.append((0, json.loads(json.dumps(loader.state_dict()))))
+
+    def save() -> None:
+        if saved is not None:
+            saved.append((len(events), json.loads(json.dumps(loader.state_dict()))))
+
+    save()
     # The epoch is read from the state, since Fabric's wrapper does not show properties.
     for epoch in range(loader.state_dict()["epoch"], num_epochs):
         start_epoch(loader, epoch)
-        batches: Iterator[Any] = iter(loader) if epoch_of is None else epoch_of(loader, epoch)
-        for batch in batches:
+        for batch in loader if epoch_of is None else epoch_of(loader, epoch):
             events.append((epoch, listed(batch), draw()))
-            if saved is not None:
-                saved.append((len(events), json.loads(json.dumps(loader.state_dict()))))
-        if saved is not None:
-            saved.append((len(events), json.loads(json.dumps(loader.state_dict()))))
+            save()
+        save()
     return events
 
 
@@ -103,7 +116,7 @@ def assert_resumable(
     *,
     num_epochs: int = 2,
     cuts: slice = slice(None),
-    epoch_of: Callable[[Any, int], Any] | None = None,
+    epoch_of: Callable[[Any, int], Iterator[Any]] | None = None,
     draw: Callable[[], Any] = own_draws,
     is_plain: bool = True,
 ) -> None:

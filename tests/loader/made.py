@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
-    get_worker_info,
 )
 
 
@@ -79,25 +77,6 @@ class Slices(Threaded):
         return (slice(index) for index in super().__iter__())
 
 
-def shard() -> tuple[int, int]:
-    """Return this worker's number and the number of workers."""
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)
-
-
-class Stream(IterableDataset[Any]):
-    """Yields samples that tell their worker, and draws; the workers' parts differ in length."""
-
-    def __init__(self, length: int = 7) -> None:
-        self.length, self.rng = length, random.Random(3)
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(self.length).tolist()
-        worker, step = shard()
-        for k in range(worker, self.length, step):
-            yield torch.tensor([float(k), order[k], self.rng.random(), random.gauss(0, 1), torch.rand(()).item()])
-
-
 class Negative(DataLoader[Any]):
     """A user's loader that changes each batch and counts its iterations."""
 
@@ -114,31 +93,26 @@ def generator(number: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-class BufferShuffle:
-    """Yields indices from random places of a buffer: each depends on all earlier draws."""
+class DrawsAll:
+    """Yields indices from random places of a buffer, so that each depends on all earlier draws.
+
+    It draws from each kind of generator, also from its own.
+    """
+
+    def __init__(self) -> None:
+        self.own = (random.Random(0), np.random.RandomState(0), np.random.default_rng(0), torch.Generator())
 
     def __len__(self) -> int:
         return 30
 
     def __iter__(self) -> Iterator[Any]:
+        python, numpy, other, of_torch = self.own
         buffer = list(range(8))
         for index in range(8, 38):
             place = random.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = index
-
-
-class DrawsAll(BufferShuffle):
-    """Draws from each kind of generator, also from its own."""
-
-    def __init__(self) -> None:
-        self.own = (random.Random(0), np.random.RandomState(0), np.random.default_rng(0), torch.Generator())
-
-    def __iter__(self) -> Iterator[Any]:
-        python, numpy, other, of_torch = self.own
-        for index in super().__iter__():
             drawn = np.random.randn(), torch.randn(()).item(), python.gauss(0, 1), numpy.randn(), other.random()
-            yield index, *drawn, torch.rand((), generator=of_torch).item()
+            yield buffer[place], *drawn, torch.rand((), generator=of_torch).item()
+            buffer[place] = index
 
 
 class Failing(Drawing):

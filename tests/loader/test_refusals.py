@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
-from tests.loader.loops import follow, resumable_loop, seed
+from tests.data_sets import SizedStream
+from tests.loader.loops import begun, follow, listed, resumable_loop, seed, small
 from tests.loader.made import (
     Counting,
     Drawing,
@@ -28,7 +28,6 @@ from tests.loader.made import (
     Negative,
     Rude,
     Stateful,
-    Stream,
     Swelling,
 )
 from tests.state.objects.round_trips import through_a_file
@@ -100,11 +99,6 @@ def followed(loader: DataLoader[Any], num_batches: int = 1) -> Any:
     return tracker.state_dict(num_batches)
 
 
-def small(**arguments: Any) -> ResumableDataLoader[Any]:
-    """Return a loader of 5 batches."""
-    return ResumableDataLoader(Drawing(5), **{"batch_size": 1, "shuffle": True, **arguments})
-
-
 def two_iterations() -> Any:
     """Return the state of a loader with two iterations in progress."""
     loader = small()
@@ -145,7 +139,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "worker state too large": (lambda: followed(DataLoader(Swelling(), num_workers=1)), NotExactError),
     "two iterations": (two_iterations, NotExactError),
     "in_order": (lambda: small(in_order=False, num_workers=2), NotExactError),
-    "per_sample of a stream": (lambda: ResumableDataLoader(Stream(3), worker_rng="per_sample"), NotExactError),
+    "per_sample of a stream": (lambda: ResumableDataLoader(SizedStream(3), worker_rng="per_sample"), NotExactError),
     "worker_rng": (lambda: small(worker_rng="none"), ValueError),
     "version": (lambda: loaded({**small().state_dict(), "version": 99}), NotExactError),
     "set late": (lambda: late("collate_fn"), ValueError),
@@ -220,13 +214,9 @@ def test_loaders_that_cant_be_followed(snapshot: SnapshotAssertion) -> None:
 
 def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
     """States from before samplers were compared continue."""
-    seed(1)
-    loader = small()
-    next(batches := iter(loader))
-    state: Any = loader.state_dict()
-    rest = torch.stack(list(batches))
+    state, rest = begun(small())
     del state["fingerprint"]["sampler"]
-    assert torch.equal(torch.stack(list(small(state=state))), rest)
+    assert [listed(batch) for batch in small(state=state)] == rest
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
