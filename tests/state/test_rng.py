@@ -65,12 +65,6 @@ def test_draws_continue_alike(before: list[str], between: list[str], after: list
     assert [DRAWS[name]() for name in after] == expected
 
 
-def test_state_holds_all_three_libraries() -> None:
-    """Python, NumPy (which is imported here) and torch are in the state; no accelerator is started for it."""
-    assert list(rng_state()) == ["python", "numpy", "torch"]
-    assert not torch.cuda.is_initialized()
-
-
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 def test_global_bit_generator_of_each_kind(name: str) -> None:
     """`np.random.set_bit_generator` may put any bit generator behind the global functions: all continue identically."""

@@ -1,15 +1,24 @@
-"""The seed sequences from which NumPy's generators spawn children continue with the generators."""
+"""Seeds: the children that NumPy's generators spawn continue with them, and new ranks get states of their own."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_faulttolerant.loader.per_sample import seed_generators
-from lightning_faulttolerant.state.generators import HeldGenerators, fresh_held_state, make_generator, pack_generator
+from lightning_faulttolerant.state.generators import (
+    HeldGenerators,
+    fresh_held_state,
+    fresh_rng_state,
+    make_generator,
+    pack_generator,
+)
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "Generator": np.random.default_rng,
@@ -21,15 +30,27 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 each_holder = pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 
 
-def draw(holder: Any) -> list[int]:
-    """Draw from a new child, and from the holder itself."""
-    [child] = holder.spawn(1)
-    return [word for one in (child, holder) for word in _words(one)]
+ALL: dict[str, Callable[[Any], Any]] = {
+    **HOLDERS,
+    "Random": random.Random,
+    "RandomState": np.random.RandomState,
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+}
 
 
-def _words(one: Any) -> list[int]:
+def draw(holder: Any) -> list[Any]:
+    """Draw from a new child, if the holder has any, and from the holder itself."""
+    children = holder.spawn(1) if hasattr(holder, "spawn") else []
+    return [word for one in (*children, holder) for word in _words(one)]
+
+
+def _words(one: Any) -> list[Any]:
     if isinstance(one, np.random.SeedSequence):
         return one.generate_state(3).tolist()
+    if isinstance(one, torch.Generator):
+        return torch.rand(3, generator=one).tolist()
+    if isinstance(one, (random.Random, np.random.RandomState)):
+        return [one.random()]
     return getattr(one, "bit_generator", one).random_raw(3).tolist()
 
 
@@ -44,12 +65,29 @@ def test_children_continue_in_another_process(make: Callable[[Any], Any]) -> Non
     assert draw(fresh["rng"]) == expected
 
 
-@each_holder
-def test_children_of_new_ranks_are_their_own(make: Callable[[Any], Any]) -> None:
-    """Two ranks that derive generators from one saved state never have the same children."""
+def assert_distinct(saved: list[Any], first: list[Any], second: list[Any], again: list[Any]) -> None:
+    """Check that two ranks have numbers of their own, which are the same each time."""
+    assert first == again
+    for numbers in zip(saved, first, second, strict=True):
+        assert len(set(numbers)) == 3
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_new_ranks_have_their_own_states(make: Callable[[Any], Any]) -> None:
+    """Two ranks that derive generators from one saved state have other numbers and children than it and each other."""
     state = {"rng": pack_generator(make(1))}
-    first, second = (make_generator(fresh_held_state(state, rank)["rng"]) for rank in (1, 2))
-    assert draw(first) != draw(second)
+    ranks = (make_generator(fresh_held_state(state, rank)["rng"]) for rank in (1, 2, 1))
+    assert_distinct(*map(draw, (make(1), *ranks)))
+
+
+def test_new_ranks_have_their_own_global_states() -> None:
+    """This holds for the generators of Python, NumPy, and torch, too."""
+    before, found = rng_state(), []
+    for state in (before, *(fresh_rng_state(before, "rank", rank) for rank in (1, 2, 1))):
+        set_rng_state(state)
+        found.append([random.random(), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()])
+    set_rng_state(before)
+    assert_distinct(*found)
 
 
 @each_holder

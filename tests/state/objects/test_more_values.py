@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lightning_faulttolerant.loader.resumable import ResumableDataLoader
+from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST, ObjectState, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from tests.state.objects.round_trips import carried, through_a_file
@@ -105,8 +107,15 @@ class MeddlingSlots:
 
 
 class Meddling:
-    __getattr__ = __setattr__ = meddle
-    shown = property(meddle)
+    """Every property, method, and item access of it is an error."""
+
+    __setattr__ = __len__ = __getitem__ = __iter__ = __bool__ = __eq__ = __hash__ = meddle  # type: ignore[assignment]
+    parameters = property(meddle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copy and pickle request
+            raise AttributeError(name)
+        meddle()
 
 
 def test_no_code_of_the_objects_runs() -> None:
@@ -115,6 +124,7 @@ def test_no_code_of_the_objects_runs() -> None:
     def make() -> Any:
         root = SimpleNamespace(items=MeddlingList([1]), pairs=MeddlingDict(), slots=MeddlingSlots(), other=Meddling())
         root.slots.number = vars(root.other)["number"] = 1
+        vars(root.other)["rng"] = random.Random(0)
         return root
 
     def train(root: Any) -> None:
@@ -126,7 +136,10 @@ def test_no_code_of_the_objects_runs() -> None:
     _, fresh = carried(make, train)
     assert [*list.__iter__(fresh.items)] == [1, 2]
     assert [*OrderedDict.__iter__(fresh.pairs)] == ["b", "a"]
-    assert (fresh.slots.number, vars(fresh.other)) == (2, {"number": 2})
+    assert (fresh.slots.number, vars(fresh.other)["number"]) == (2, 2)
+    held = HeldGenerators({"dataset": fresh.other, "more": [fresh.items, fresh.pairs]})
+    assert list(state := held.state_dict()) == ["dataset.rng"]
+    assert held.load_state_dict(state) == []
 
 
 class Shows:

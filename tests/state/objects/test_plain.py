@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -39,19 +40,21 @@ def test_all_kinds(cache: dict[Any, Any], history: list[Any]) -> None:
 
 def test_is_a_copy() -> None:
     """A state that is written later is unchanged, and a loaded state shares nothing with the objects."""
-    holder = SimpleNamespace(cache={}, history=[])
+    holder = SimpleNamespace(cache={}, array=np.zeros(1), tensor=torch.zeros(1))
     state = ObjectState({"it": holder})
     holder.cache[1], holder.flat = [1], {1: 2}
+    holder.array += 1
+    holder.tensor += 1
     saved = state.state_dict()
-    holder.cache[1].append(2)
-    holder.flat[3] = 4
-    here = SimpleNamespace(cache={}, history=[])
-    assert ObjectState({"it": here}).load_state_dict(saved) == []
-    here.cache[1].append(5)
-    here.flat[5] = 6
-    other = SimpleNamespace(cache={}, history=[])
-    assert ObjectState({"it": other}).load_state_dict(saved) == []
-    assert (other.cache, other.flat) == ({1: [1]}, {1: 2})
+    there = holder
+    for _ in range(2):
+        there.cache[1].append(2)
+        there.flat[3] = 4
+        there.array += 1
+        there.tensor += 1
+        there = SimpleNamespace(cache={}, array=np.zeros(1), tensor=torch.zeros(1))
+        assert ObjectState({"it": there}).load_state_dict(saved) == []
+        assert (there.cache, there.flat, there.array[0], there.tensor[0]) == ({1: [1]}, {1: 2}, 1, 1)
 
 
 class Annotation:
@@ -81,6 +84,14 @@ SHARED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "with a part of a record": (
         lambda h: h.cache.update(a=h.records[7].boxes),
         lambda h: (h.cache["a"], h.records[7].boxes),
+    ),
+    "one that replaced another": (
+        lambda h: (setattr(h, "other", h.cache), setattr(h, "cache", {0: h.cache})),
+        lambda h: (h.cache[0], h.other),
+    ),
+    "an object in a circle": (
+        lambda h: setattr(h.zone, "row", SimpleNamespace(back=h.zone, cache=h.cache)),
+        lambda h: (h.zone.row.back, h.zone),
     ),
     "itself": (lambda h: h.cache.update(a=[h.cache]), lambda h: (h.cache["a"][0], h.cache)),
     "in a circle": (lambda h: h.cache[0].append({"b": h.cache[0]}), lambda h: (h.cache[0], h.cache[0][1]["b"])),
