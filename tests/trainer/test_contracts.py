@@ -82,24 +82,23 @@ class Plain(Net):
 
 @pytest.fixture(scope="module")
 def inside() -> Inside:
-    """Return the callback of the fit."""
+    """Return a callback of the fit."""
     return Inside()
 
 
 @pytest.fixture(scope="module")
-def trainer(inside: Inside, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Return a real trainer after a short fit with validation."""
-    directory = tmp_path_factory.mktemp("compat")
-    return fit_net([inside], directory, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
+def averaged() -> StochasticWeightAveraging:
+    """Return another callback of the fit."""
+    return StochasticWeightAveraging(0.1, swa_epoch_start=1)
 
 
 @pytest.fixture(scope="module")
-def averaged(tmp_path_factory: pytest.TempPathFactory) -> StochasticWeightAveraging:
-    """Return a callback after a short fit."""
-    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
-    arguments: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
-    fit_net([average], tmp_path_factory.mktemp("averages"), module=Plain(), **arguments)
-    return average
+def trainer(inside: Inside, averaged: Callback, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Return a real trainer after a short fit with validation."""
+    directory = tmp_path_factory.mktemp("compat")
+    return fit_net(
+        [inside, averaged], directory, module=Plain(), max_epochs=1, limit_train_batches=2, limit_val_batches=1
+    )
 
 
 # The first name of a path, unless it is the trainer: what makes its object.

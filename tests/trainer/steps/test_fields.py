@@ -9,42 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.ledgers import FitLines, read_ledger, with_ledger
 from tests.runs import Net, fit_net
 
-
-class Rows(Dataset[Tensor]):
-    """Fixed rows, all shifted by the same amount."""
-
-    def __init__(self, length: int = 16, shift: float = 0.0) -> None:
-        self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
-        self.shift = shift
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index] + self.shift
+ROWS: Any = torch.linspace(-1, 1, 64).reshape(16, 4)
 
 
-def ledger_of(directory: Path, *, train: Any = None, seed: int = 1, init: int = 1, **arguments: Any) -> FitLines:
-    """Fit the same net on the same rows, except for the given arguments, and return its ledger."""
-    path = directory / f"{len(list(directory.iterdir()))}.jsonl"
+def ledger_of(
+    directory: Path, *, rows: Any = ROWS, order: Any = None, seed: int = 1, init: int = 1, kind: type[Net] = Net
+) -> FitLines:
+    """Fit a net on rows, and return its ledger."""
+    path = directory / "ledger.jsonl"
     torch.manual_seed(init)
-    module = arguments.pop("kind", Net)()
+    module = kind()
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-    train = DataLoader(Rows(), batch_size=4) if train is None else train
-    fit_net(
-        [with_ledger(path, directory / "saves", run_id=path.stem)],
-        directory,
-        module=module,
-        train=train,
-        validation=DataLoader(Rows(4), batch_size=4),
-        **{"max_epochs": 1, **arguments},
-    )
+    loaders = {"train": DataLoader(rows, batch_size=4, sampler=order), "validation": DataLoader(ROWS[:4], batch_size=4)}
+    fit_net([with_ledger(path, directory / "saves")], directory, module=module, max_epochs=1, **loaders)
     [fit] = read_ledger(path).fits
     return fit
 
@@ -56,22 +38,16 @@ class OtherRate(Net):
     """The same net, with another learning rate."""
 
     def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        for group in configured["optimizer"].param_groups:
-            group["lr"] = 0.5
-        return configured
+        return torch.optim.Adam(self.parameters(), lr=0.5)
 
 
-CHANGES: dict[str, tuple[Any, set[str]]] = {
-    "none": (dict, set()),
-    "order": (
-        lambda: {"train": DataLoader(Rows(), batch_size=4, sampler=[3, 1, 2, 0, *range(4, 16)])},
-        {"order", "content", "loss"},
-    ),
-    "augmentation": (lambda: {"train": DataLoader(Rows(shift=0.5), batch_size=4)}, {"content", "loss"}),
-    "main-rng": (lambda: {"seed": 2}, {"rng", "loss"}),
-    "weights": (lambda: {"init": 2}, {"loss"}),
-    "learning-rate": (lambda: {"kind": OtherRate}, {"learning_rates"}),
+CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "none": ({}, set()),
+    "order": ({"order": [3, 1, 2, 0, *range(4, 16)]}, {"order", "content", "loss"}),
+    "augmentation": ({"rows": ROWS + 0.5}, {"content", "loss"}),
+    "main-rng": ({"seed": 2}, {"rng", "loss"}),
+    "weights": ({"init": 2}, {"loss"}),
+    "learning-rate": ({"kind": OtherRate}, {"learning_rates"}),
 }
 
 
@@ -85,7 +61,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> FitLines:
 def test_what_differs_tells_what_was_changed(change: str, usual: FitLines, tmp_path: Path) -> None:
     """In the first batch, exactly the fields that the change can affect differ."""
     arguments, fields = CHANGES[change]
-    fit = ledger_of(tmp_path, **arguments())
+    fit = ledger_of(tmp_path, **arguments)
     one, other = usual.of("batch")[0], fit.of("batch")[0]
     assert {name for name in FIELDS if one[name] != other[name]} == fields
     for name in ("weights", "optimizers", "metrics"):
