@@ -47,15 +47,6 @@ def listed(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, Tensor) else batch
 
 
-def loop(loader: Any, *, num_epochs: int, draw: Callable[[], Any] = own_draws) -> list[Event]:
-    """Return the events of a loop over torch's own loader: its batches, and the loop's own draws after each."""
-    events = []
-    for epoch in range(num_epochs):
-        start_epoch(loader, epoch)
-        events += [(epoch, listed(batch), draw()) for batch in loader]
-    return events
-
-
 def follow(
     loader: DataLoader[Any], state: Any = None, *, strict: bool = True, **arguments: Any
 ) -> tuple[TrackedLoader, DataLoader[Any]]:
@@ -94,7 +85,10 @@ def resumable_loop(
     epoch_of: Callable[[Any, int], Iterator[Any]] | None = None,
     draw: Callable[[], Any] = own_draws,
 ) -> list[Event]:
-    """Return a loop's events from the loader's epoch on; put pairs of position and state at the cuts into `saved`."""
+    """Return a loop's events from the loader's epoch on: its batches, and the loop's own draws after each.
+
+    Pairs of position and state at the cuts are put into `saved`. A loader of torch's own has all its epochs.
+    """
     events: list[Event] = []
     places = itertools.count()
 
@@ -104,7 +98,7 @@ def resumable_loop(
 
     save()
     # The epoch is read from the state, since Fabric's wrapper does not show properties.
-    for epoch in range(loader.state_dict()["epoch"], num_epochs):
+    for epoch in range(loader.state_dict()["epoch"] if hasattr(loader, "state_dict") else 0, num_epochs):
         start_epoch(loader, epoch)
         for batch in loader if epoch_of is None else epoch_of(loader, epoch):
             events.append((epoch, listed(batch), draw()))
@@ -133,7 +127,7 @@ def assert_resumable(
     assert reference
     if is_plain:
         seed(1)
-        assert loop(plain_of(make()), num_epochs=num_epochs, draw=draw) == reference
+        assert resumable_loop(plain_of(make()), num_epochs=num_epochs, draw=draw) == reference
     for number, (position, state) in enumerate(saved):
         seed(100 + number)
         loader = make()

@@ -126,24 +126,13 @@ class Failing(Drawing):
 # What can't be resumed exactly.
 
 
-class Counting(Echo):
-    """A sampler that yields other indices at each start."""
-
-    def __init__(self, num_iterations: int = 0) -> None:
-        super().__init__(6)
-        self.count = ContextVar("count", default=num_iterations)  # the package does not look for state there
-
-    def __iter__(self) -> Iterator[int]:
-        self.count.set(self.count.get() + 1)
-        return iter([self.count.get() * 100 + i for i in range(6)])
-
-
-class EndsAlike(Counting):
-    """Its first 9 indices depend on the count of starts; the later ones don't."""
+class EndsAlike(Echo):
+    """A sampler whose first 9 indices depend on the count of its starts; the later ones don't."""
 
     def __init__(self, num_iterations: int = 0, is_object: bool = False) -> None:
-        super().__init__(num_iterations)
-        self.length, self.is_object = 20, is_object
+        super().__init__(20)
+        self.count = ContextVar("count", default=num_iterations)  # the package does not look for state there
+        self.is_object = is_object
 
     def __iter__(self) -> Iterator[Any]:
         self.count.set(self.count.get() + 1)

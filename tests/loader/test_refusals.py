@@ -19,7 +19,6 @@ from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
 from tests.data_sets import SizedStream
 from tests.loader.loops import begun, follow, listed, resumable_loop, seed, small
 from tests.loader.made import (
-    Counting,
     Drawing,
     Eager,
     Echo,
@@ -56,7 +55,6 @@ def samples(sampler: Any, **more: Any) -> DataLoader[Any]:
 
 
 REPLAYS: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
-    "its own state": (lambda: samples(Counting(5)), lambda: samples(Counting()), 1),
     "differs early": (lambda: samples(EndsAlike()), lambda: samples(EndsAlike(3)), 14),
     "objects differ early": (lambda: samples(EndsAlike(is_object=True)), lambda: samples(EndsAlike(3, True)), 14),
     "other length": (lambda: batches_of(40), lambda: batches_of(39), 5),

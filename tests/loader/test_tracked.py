@@ -17,11 +17,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.replayer import takes_each_batch_alone
 from lightning_faulttolerant.state.rng import rng_state
 from tests import data_sets
-from tests.loader.loops import (
-    follow,
-    loop,
-    seed,
-)
+from tests.loader.loops import follow, resumable_loop, seed
 from tests.loader.made import (
     Drawing,
     Echo,
@@ -38,7 +34,7 @@ def test_a_long_epoch_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> 
     def batches() -> DataLoader[Any]:
         return DataLoader(Echo(50_000), None, sampler=RandomSampler(range(50_000), generator=generator()))
 
-    reference = [index for _, index, _ in loop(batches(), num_epochs=1)]
+    reference = [index for _, index, _ in resumable_loop(batches(), num_epochs=1)]
     seed(1)
     tracker, loader = follow(batches())
     assert list(itertools.islice(iter(loader), 100)) == reference[:100]

@@ -16,7 +16,6 @@ from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.state.reachable import global_path
-from tests.state.objects.round_trips import carried
 
 
 @dataclass
@@ -24,25 +23,6 @@ class Record:
     """Has a number."""
 
     number: int = 0
-
-
-def test_references_to_live_objects_stay_references() -> None:
-    """Existing parameters, layers, and methods are referred to, not recreated."""
-
-    def make() -> Any:
-        owner = SimpleNamespace(module=nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), by_weight={}, hook=None)
-        owner.best = owner.module[0]
-        return owner
-
-    def change(owner: Any) -> None:
-        owner.best = owner.module[1]
-        owner.by_weight[owner.module[0].weight] = 3
-        owner.hook = owner.module[1].forward
-
-    _, fresh = carried(make, change)
-    assert fresh.best is fresh.module[1]
-    assert fresh.by_weight == {fresh.module[0].weight: 3}
-    assert fresh.hook.__self__ is fresh.module[1]
 
 
 def test_handles_are_no_state() -> None:

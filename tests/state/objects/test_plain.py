@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
 from lightning_faulttolerant.state.objects.leaves import plain_of
 from lightning_faulttolerant.state.objects.object_state import ObjectState
@@ -93,6 +94,12 @@ SHARED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda h: setattr(h.zone, "row", SimpleNamespace(back=h.zone, cache=h.cache)),
         lambda h: (h.zone.row.back, h.zone),
     ),
+    "a layer": (lambda h: setattr(h, "other", h.module[1]), lambda h: (h.other, h.module[1])),
+    "a weight as a key": (
+        lambda h: h.other.update({h.module[0].weight: 3}),
+        lambda h: (next(iter(h.other)), h.module[0].weight),
+    ),
+    "a method": (lambda h: setattr(h, "other", h.module[1].forward), lambda h: (h.other.__self__, h.module[1])),
     "itself": (lambda h: h.cache.update(a=[h.cache]), lambda h: (h.cache["a"][0], h.cache)),
     "in a circle": (lambda h: h.cache[0].append({"b": h.cache[0]}), lambda h: (h.cache[0], h.cache[0][1]["b"])),
 }
@@ -100,11 +107,13 @@ SHARED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", SHARED)
 def test_is_shared_again(name: str) -> None:
-    """Two holders of one list hold one list again."""
+    """Two holders of one object hold one object again; existing layers, weights, and methods are not made anew."""
 
     def before() -> Any:
         records = [*map(Annotation, range(3_000))]
-        return SimpleNamespace(cache={}, other={}, known=[0], zone=SimpleNamespace(row=None), records=records)
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        zone = SimpleNamespace(row=None)
+        return SimpleNamespace(cache={}, other={}, known=[0], zone=zone, records=records, module=module)
 
     def train(holder: Any) -> None:
         holder.cache[0] = [1]

@@ -10,33 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
+from tests.laws.features.drawn_data import Names, number_in
 from tests.processes import run
 from tests.runs import fit_net
-
-
-class Names(Dataset[Tensor]):
-    """Its samples derive from file names."""
-
-    def __init__(self, num: int = 20) -> None:
-        self.names = [f"/data/{i:03d}.png" for i in range(num)]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((4,), float(self.names[index][6:9])) + torch.randn(4)
 
 
 class Shuffled(Names):
     """Shuffles the names."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(20)
         random.shuffle(self.names)
 
 
@@ -45,7 +32,7 @@ class WithFirst(Shuffled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = int(self.names[0][6:9])
+        self.first = number_in(self.names[0])
 
 
 def part_without_the_rest() -> Any:
@@ -77,7 +64,7 @@ def test_what_can_not_be_put_back_is_refused(make: Callable[[], Any], message: s
     [
         (None, part_without_the_rest, "train/0.dataset"),
         (None, Shuffled, "train/0.dataset.names"),
-        (None, Names, None),
+        (None, lambda: Names(20), None),
         (1, Shuffled, None),
     ],
 )
