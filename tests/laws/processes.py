@@ -75,7 +75,7 @@ def run_ranks(
     codes: dict[int, int] = {}
     kill_at = float("inf")
     helper = 0
-    with _rendezvous(len(outputs)) as environments:
+    with rendezvous(len(outputs)) as environments:
         try:
             for rank, (output, environment) in enumerate(zip(outputs, environments, strict=True)):
                 own = seed + 1_000_000 * rank
@@ -128,7 +128,7 @@ def signal_to(process_id: int, signum: int, send: Callable[[int, int], None] = o
 
 
 @contextmanager
-def _rendezvous(num_ranks: int) -> Iterator[list[dict[str, str]]]:
+def rendezvous(num_ranks: int) -> Iterator[list[dict[str, str]]]:
     """Yield the environment variables of each rank; they meet at a store in a process of its own, like torchrun's."""
     if num_ranks == 1:
         yield [{}]

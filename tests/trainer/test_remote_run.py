@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
@@ -39,6 +41,12 @@ def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
     assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
     assert "The AWS Access Key Id you provided does not exist in our records" in output
     assert "Check the credentials" in output
+
+
+def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the client of the store isn't installed, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert "pip install gcsfs" in fit_at("gs://bucket/runs", tmp_path)
 
 
 def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:

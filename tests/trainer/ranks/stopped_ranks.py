@@ -7,14 +7,14 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.testing.processes import _environment, _Rendezvous
+from tests.laws.processes import rendezvous, signal_to
 from tests.laws.ranks import Apart
 from tests.laws.rows import rows_of
 from tests.processes import Script
@@ -50,18 +50,10 @@ class RankEnded(NamedTuple):
 
 
 class RankProcesses:
-    """Scripts, one for each rank, with torchrun's environment (if several); leaving the context kills them."""
+    """Scripts, one for each rank."""
 
-    def __init__(self, main: Callable[[int], Any], *, num_ranks: int = 2, environment: Mapping[str, str] = {}) -> None:
-        self._rendezvous = _Rendezvous() if num_ranks > 1 else None
-
-        def run(rank: int) -> None:
-            own = {} if self._rendezvous is None else _environment(rank, num_ranks, self._rendezvous.port)
-            os.environ.update({**own, **environment})
-            torch.set_num_threads(1)
-            main(rank)
-
-        self._scripts = [Script(functools.partial(run, rank), seed=1 + 1000 * rank) for rank in range(num_ranks)]
+    def __init__(self, scripts: list[Script]) -> None:
+        self._scripts = scripts
 
     def send(self, signum: int, rank: int) -> None:
         """Send a signal to a rank."""
@@ -85,12 +77,22 @@ class RankProcesses:
             time.sleep(0.005)
         return [ended[rank] for rank in sorted(ended)]
 
-    def __enter__(self) -> RankProcesses:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for script in self._scripts:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(script.process_id, signal.SIGKILL)
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+@contextlib.contextmanager
+def rank_processes(
+    main: Callable[[int], Any], *, num_ranks: int = 2, environment: Mapping[str, str] = {}
+) -> Iterator[RankProcesses]:
+    """Yield ranks, with torchrun's environment if there are several; leaving the context kills them."""
+    with rendezvous(num_ranks) as environments:
+
+        def run(rank: int) -> None:
+            os.environ.update({**environments[rank], **environment})
+            torch.set_num_threads(1)
+            main(rank)
+
+        scripts = [Script(functools.partial(run, rank), seed=1 + 1000 * rank) for rank in range(num_ranks)]
+        try:
+            yield RankProcesses(scripts)
+        finally:
+            for script in scripts:
+                signal_to(script.process_id, signal.SIGKILL, os.killpg)

@@ -17,7 +17,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.ranks import watch
 from tests.data_sets import NoisyDataset
 from tests.laws.ranks import FOR_RANKS
-from tests.trainer.ranks.stopped_ranks import RankProcesses, rank_fit
+from tests.trainer.ranks.stopped_ranks import rank_fit, rank_processes
 
 BOUND = 2.0
 
@@ -74,7 +74,7 @@ def sleep_long() -> None:
 
 def assert_continues(tmp_path: Path) -> None:
     """Check that two ranks continue to the end."""
-    with RankProcesses(fit_main(tmp_path)) as ranks:
+    with rank_processes(fit_main(tmp_path)) as ranks:
         ended = ranks.wait()
     for each in ended:
         assert each.exit_code == 0, each.output
@@ -85,7 +85,7 @@ def assert_continues(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
 def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
     """Its traceback is printed immediately, the other rank leaves its collective and ends, and the run continues."""
-    with RankProcesses(fit_main(tmp_path, Does(rank, raise_error))) as ranks:
+    with rank_processes(fit_main(tmp_path, Does(rank, raise_error))) as ranks:
         ended = ranks.wait()
     assert [each.exit_code for each in ended] == [1, 1]
     assert f"[rank {rank}] FaultTolerance: an exception has ended this rank" in ended[rank].output
@@ -98,7 +98,7 @@ def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
 def test_one_rank_dies(dead: int, tmp_path: Path) -> None:
     """The other rank learns immediately that a rank has died, and ends within the bound, though it sleeps."""
     dies = Does(dead, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with RankProcesses(fit_main(tmp_path, dies, Does(1 - dead, sleep_long))) as ranks:
+    with rank_processes(fit_main(tmp_path, dies, Does(1 - dead, sleep_long))) as ranks:
         ended = ranks.wait()
     assert (ended[dead].exit_code, ended[1 - dead].exit_code) == (-signal.SIGKILL, 1)
     assert f"rank {dead} has died" in ended[1 - dead].output
@@ -108,7 +108,7 @@ def test_one_rank_dies(dead: int, tmp_path: Path) -> None:
 @SLOW
 def test_stopped_rank_is_not_taken_for_dead(tmp_path: Path) -> None:
     """A process that stands still longer than the bound is waited for, and the run finishes."""
-    with RankProcesses(fit_main(tmp_path, Does(0, int), max_epochs=1)) as ranks:
+    with rank_processes(fit_main(tmp_path, Does(0, int), max_epochs=1)) as ranks:
         ranks.wait_for("train 3")
         ranks.send(signal.SIGSTOP, 1)
         time.sleep(2 * BOUND)
@@ -120,7 +120,7 @@ def test_stopped_rank_is_not_taken_for_dead(tmp_path: Path) -> None:
 @SLOW
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
     """One rank sleeps and the other one waits for it in a collective: both end in time and report why."""
-    with RankProcesses(fit_main(tmp_path, Does(1, sleep_long), grace_seconds=2.0)) as ranks:
+    with rank_processes(fit_main(tmp_path, Does(1, sleep_long), grace_seconds=2.0)) as ranks:
         ranks.wait_for("train 3")
         ranks.send(signal.SIGTERM, 1)
         began = time.monotonic()
@@ -144,7 +144,7 @@ def test_process_that_was_made_for_a_fit_ends_its_workers(is_stopped: bool, wher
     arguments: dict[str, Any] = {"strategy": "ddp_fork", "train": loader, "validation": loader}
     main = fit_main(tmp_path, does, num_ranks=1, grace_seconds=15.0, **arguments)
     began = time.monotonic()
-    with RankProcesses(main, num_ranks=1) as ranks:
+    with rank_processes(main, num_ranks=1) as ranks:
         [ended] = ranks.wait()
     assert ended.at - began < 12
     assert "could not end within its grace period" not in ended.output

@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.early_signals import EARLY
 from tests.laws.ranks import FOR_RANKS
-from tests.trainer.ranks.stopped_ranks import RankProcesses, rank_fit
+from tests.trainer.ranks.stopped_ranks import rank_fit, rank_processes
 
 pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
 
@@ -82,7 +82,7 @@ class Job:
             print(f"has trained {trainer.global_step} steps", flush=True)
 
         environment = {**self.environment, **environment}
-        with RankProcesses(main, num_ranks=self.num_ranks, environment=environment) as processes:
+        with rank_processes(main, num_ranks=self.num_ranks, environment=environment) as processes:
             if signals:
                 processes.wait_for("train 3")
             for signum, rank in signals:
