@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from tests.harness import python
 
 PROBE = """
-import atexit, json, multiprocessing, os, signal, subprocess, sys, threading
+import atexit, json, multiprocessing, os, signal, sys, threading
 
 def stack():
     frame, files = sys._getframe(1), []
@@ -24,53 +22,24 @@ def stack():
         frame = frame.f_back
     return [file for file in files if os.path.isfile(file)]
 
-def place():
-    return {
-        "argv": sys.argv,
-        "words": sys.orig_argv[1:3],
-        "path": sys.path[0],
-        "name": __name__,
-        "directory": os.getcwd(),
-        "variable": os.environ.get("VARIABLE"),
-        "variables": sorted(name for name in os.environ if name not in ("LC_CTYPE", "PWD")),
-        "main": getattr(sys.modules["__main__"], "__file__", None),
-        "stack": stack(),
-        "signals": [str(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT)],
-        "is main": threading.current_thread() is threading.main_thread(),
-        "child": multiprocessing.parent_process() is not None,
-        "last": hasattr(sys, "last_value"),
-    }
-
-def work(queue, end, parent):
-    queue.put({**place(), "parent": os.getppid() == parent, "group": os.getpgrp() == os.getpgid(parent)})
-    queue.close()
-    queue.join_thread()
-    if end == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit(3)
-
-def started():
-    text = "import os, sys; print(sys.stdin.read(), os.getcwd(), os.getpgrp() == os.getpid(), sys.argv, os.getenv('V'))"
-    return subprocess.run(
-        [sys.executable, "-c", text, "an argument"], input="read", cwd="/", env={**os.environ, "V": "1"},
-        start_new_session=True, capture_output=True, text=True,
-    )
-
-if __name__ == "__main__":
-    atexit.register(print, "at exit")
-    context = multiprocessing.get_context("spawn")
-    answers = []
-    for end in ("kill", "exit"):
-        queue = context.Queue()
-        process = context.Process(target=work, args=(queue, end, os.getpid()))
-        process.start()
-        answers.append(queue.get())
-        process.join()
-        answers.append(process.exitcode)
-    done = started()
-    print(json.dumps([place(), answers, done.returncode, done.stdout, done.stderr]))
-    print("to stderr", file=sys.stderr)
-    threading.Thread(target=print, args=("a thread is waited for",)).start()
+atexit.register(print, "at exit")
+place = {
+    "argv": sys.argv,
+    "words": sys.orig_argv[1:3],
+    "path": sys.path[0],
+    "name": __name__,
+    "directory": os.getcwd(),
+    "variables": sorted({**os.environ, "LC_CTYPE": "", "PWD": "", "TESTS_MARK": ""}),
+    "main": getattr(sys.modules["__main__"], "__file__", None),
+    "stack": stack(),
+    "signals": [str(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT)],
+    "is main": threading.current_thread() is threading.main_thread(),
+    "child": multiprocessing.parent_process() is not None,
+    "last": hasattr(sys, "last_value"),
+}
+print(json.dumps(place))
+print("to stderr", file=sys.stderr)
+threading.Thread(target=print, args=("a thread is waited for",)).start()
 """
 
 
@@ -83,20 +52,14 @@ def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
             command.words, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         return done.returncode, done.stdout
-    output, mark = directory / "output", directory / "mark"
-    output.write_text("")
-    process_id = python.start(command, output=output, mark=mark)
-    _, status = os.waitpid(process_id, 0)
-    while python.marked(mark):
-        time.sleep(0.01)
-    return os.waitstatus_to_exitcode(status), output.read_text()
+    return python.run(command, scratch=directory / "scratch")
 
 
 @pytest.mark.parametrize(
     "words", [["probe.py", "--x", "1"], ["-u", "./probe.py"], ["-m", "probe", "2"]], ids=["script", "flag", "module"]
 )
 def test_finds_what_a_started_process_finds(words: list[str], tmp_path: Path) -> None:
-    """Arguments, paths, variables, stack, signals, children, and all output until the end are the same."""
+    """Arguments, paths, variables, stack, signals, and all output until the end are the same."""
     (tmp_path / "probe.py").write_text(PROBE)
     code, printed = run(words, tmp_path, forks=True)
     real_code, real_printed = run(words, tmp_path, forks=False)
@@ -134,17 +97,6 @@ for name in (None, "lightning.pytorch"):
     code, printed = run(["-c", text], tmp_path, forks=True)
     assert (code, "said" in printed) == (0, True)
     assert [number for number in range(40) if (tmp_path / str(number)).read_text()] == []
-
-
-def test_continues_without_the_process_that_forks(tmp_path: Path) -> None:
-    """If the spare process was killed, processes are started as usual."""
-    text = f"""
-import os, subprocess, sys
-[child] = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()
-os.kill(int(child), {signal.SIGKILL})
-print(subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout)
-"""
-    assert run(["-c", text], tmp_path, forks=True) == (0, "1\n\n")
 
 
 def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:

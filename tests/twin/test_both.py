@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer import bases
 from lightning_faulttolerant.trainer.process import VARIABLE
 from tests import runs
-from tests.harness.bare import outer_variables
 from tests.processes import run
 
 pytorch_lightning: Any = sys.modules["pytorch_lightning"]
@@ -37,6 +37,7 @@ from {package}.demos.boring_classes import BoringModel
 pl.Trainer(max_steps=2, callbacks={callbacks}, accelerator="cpu", logger=False).fit(BoringModel())
 print("LOADED", *(name for name in ("lightning", "pytorch_lightning") if name in sys.modules))
 """
+ROOT = Path(__file__).parents[2]
 MADE = "from lightning_faulttolerant import FaultTolerance\nmade = FaultTolerance()"
 
 
@@ -51,8 +52,10 @@ def test_script_of_either_package(package: str, first: str, last: str, callbacks
     """The callback acts, created before or after the package is imported; the other package is never imported."""
     (tmp_path / "script.py").write_text(SCRIPT.format(package=package, first=first, last=last, callbacks=callbacks))
     switch = {VARIABLE: "1"} if callbacks == "None" else {}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **switch}
     words = [sys.executable, "script.py"]
-    ended = subprocess.run(words, cwd=tmp_path, env={**outer_variables(), **switch}, capture_output=True, text=True)
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"LOADED {package.partition('.')[0]}"
     assert list(tmp_path.rglob("history.jsonl")) != []
