@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records import ledger
-from lightning_faulttolerant.records.ledger import END, FIT, RESUMED
+from lightning_faulttolerant.records.ledger import END, FIT
 from lightning_faulttolerant.records.lines import Line, read_lines
 
 
@@ -22,25 +21,12 @@ def with_ledger(path: Path | str, *arguments: Any, **options: Any) -> FaultToler
         return FaultTolerance(*arguments, **options)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitLines:
-    """What one process did of one fit or evaluation.
+class FitLines(list[Line]):
+    """What one process did of one fit or evaluation. The first line begins it."""
 
-    Args:
-        number: The number of the fit or evaluation in its script, from 1.
-        begun: The line that begins it.
-        resumed: The line that says where it continued, if it did.
-        events: All other lines, in order.
-    """
-
-    number: int
-    begun: Line
-    resumed: Line | None
-    events: tuple[Line, ...]
-
-    def of(self, kind: str) -> tuple[Line, ...]:
+    def of(self, kind: str) -> list[Line]:
         """Return the lines of one kind."""
-        return tuple(line for line in self.events if line["event"] == kind)
+        return [line for line in self if line["event"] == kind]
 
     @property
     def end(self) -> Line:
@@ -49,36 +35,12 @@ class FitLines:
         return line
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
-    """What one rank did, in one process, or in each process if several have written to one file.
-
-    Args:
-        fits: The fits, in the order in which they began.
-    """
-
-    fits: tuple[FitLines, ...]
-
-
-def read_ledger(path: str | os.PathLike[str]) -> Ledger:
-    """Return the content of a ledger; no fits if it does not exist. A line that a kill has torn is skipped.
-
-    Args:
-        path: The file of one rank.
-    """
-    fits: list[list[Line]] = []
+def read_ledger(path: str | os.PathLike[str]) -> list[FitLines]:
+    """Return the fits in the ledger of one rank; none if it does not exist. A line that a kill has torn is skipped."""
+    fits: list[FitLines] = []
     for line in read_lines(path):
         if line.get("event") == FIT:
-            fits.append([line])
-        elif fits:  # otherwise the line before it is torn
+            fits.append(FitLines())
+        if fits:  # otherwise the line before it is torn
             fits[-1].append(line)
-    return Ledger(fits=tuple(_fit(*lines) for lines in fits))
-
-
-def _fit(begun: Line, *lines: Line) -> FitLines:
-    return FitLines(
-        number=begun["fit"],
-        begun=begun,
-        resumed=next((line for line in lines if line["event"] == RESUMED), None),
-        events=tuple(line for line in lines if line["event"] != RESUMED),
-    )
+    return fits

@@ -32,7 +32,7 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.testing import leave_out_part
-from tests.histories import chapter_of, ends
+from tests.histories import chapter_of
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset, Stream
 from tests.laws.events import different_names, digest
@@ -438,7 +438,7 @@ def test_history_of_an_evaluation(stage: str, tmp_path: Path) -> None:
     for cut in (inside(1), inside(3, by=KILL), inside(4, by=0), None):
         assert training.start(cut).codes == [cut.exit_code if cut else 0]
     chapter = chapter_of(tmp_path)
-    assert ends(chapter) == ["stopped by SIGTERM", None, "Struck", "finished"]
+    assert [process.reason for process in chapter.processes] == ["stopped by SIGTERM", None, "Struck", "finished"]
     assert {fit.name for fit in chapter.fits} == {f"{stage}-1"}
     assert [fit.place.num_validated or 0 for fit in chapter.fits if fit.place is not None] == [0, 2, 3, 4]
     report = chapter_report(chapter)

@@ -97,7 +97,7 @@ def test_epoch_and_batch_name_the_same_steps(ran: Callable[..., Path], tmp_path:
     """EPOCH:BATCH stands for the number over all epochs. --output keeps ledger and logs, and no autosave is written."""
     found = replay(ran(), "--from", "1:2", "--until", "1:5", "--output", str(tmp_path))
     assert found.lines()[1] == "  stopped after step 13 (batch 5 of epoch 1)"
-    [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
+    [fit] = read_ledger(tmp_path / "ledger.jsonl")
     assert [line["batch"] for line in fit.of(BATCH)] == [1, 2, 3, 4, 5]
     assert len((tmp_path / "logs/0/csv/version_1/metrics.csv").read_text().splitlines()) == 6
     assert list(tmp_path.rglob("autosave-*")) == []
@@ -116,7 +116,7 @@ def test_a_script_without_the_callback_is_replayed(tmp_path: Path) -> None:
 def test_a_dump_holds_what_the_step_used(ran: Callable[..., Path], tmp_path: Path) -> None:
     """Batch, indices, and generators have the digests of the run's ledger; loss and gradients are there."""
     replay(ran(), "--from", "10", "--until", "11", "--dump", str(tmp_path / "dump"))
-    [fit] = read_ledger(ran() / "out" / "ledger.jsonl").fits
+    [fit] = read_ledger(ran() / "out" / "ledger.jsonl")
     for number in (10, 11):
         folder = tmp_path / "dump" / f"step-{number:08d}"
         step, told = torch.load(folder / "rank-0.pt"), json.loads((folder / "rank-0.json").read_text())
@@ -157,7 +157,7 @@ def test_the_sample_that_spoils_a_run_is_found(tmp_path: Path) -> None:
     lines = replay(where, "--from=0", "--until=7", arguments=arguments).lines()
     [first] = [line for line in lines if "first" in line]
     batch = first.split("batch ")[1].split()[0]
-    [fit] = read_ledger(where / "out" / "ledger.jsonl").fits
+    [fit] = read_ledger(where / "out" / "ledger.jsonl")
     assert next(line["batch"] for line in fit.of(BATCH) if line["loss"] == "nan") == int(batch)
     found = replay(where, f"--until={batch}", "--dump", str(tmp_path / "dump"), arguments=arguments)
     [named] = [line for line in found.lines() if "not finite, in row" in line]

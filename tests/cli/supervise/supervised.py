@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cli.supervise.training import Plan
+from tests.cli.supervise.training import Plan, told
 from tests.harness import python
-from tests.scripts import told
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("training.py")

@@ -24,11 +24,21 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from tests.scripts import tell
-
 NUM_EPOCHS, NUM_BATCHES, NUM_EVALUATED = 2, 5, 2
 BATCH = "on_train_batch_start"
 HOOKS = (BATCH, "on_fit_start", "on_save_checkpoint", "on_validation_batch_start", "on_train_end")
+
+
+def told(directory: Path, name: str) -> list[Any]:
+    """Return the values that the script has recorded under a name."""
+    path = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tell(directory: Path, name: str, value: Any) -> None:
+    """Record a value for the test."""
+    with open(directory / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(value) + "\n")
 
 
 def fail(*_: object) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
 from lightning_faulttolerant.trainer.files import compat
-from tests.loggers import scalars
 
 
 @pytest.mark.parametrize("rest", ["{host}.9{process_id}.0", "zz.1.10"])
@@ -32,7 +32,8 @@ def test_tensorboard_reads_the_file_of_a_resumed_run_last(rest: str, tmp_path: P
         compat.go_on_in_tensorboard(logger, 4)
         logger.log_metrics({"a": 10.0 * start}, 4)
         logger.finalize("success")
-    assert scalars(Path(logger.log_dir))["a"] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 20.0)]
+    shown = EventAccumulator(logger.log_dir).Reload().Scalars("a")
+    assert [(event.step, event.value) for event in shown] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 20.0)]
     names = sorted(path.name for path in Path(logger.log_dir).glob("*tfevents*"))
     assert [int(name.split(".")[3]) - last for name in names] == [0, 1, 2]
     assert event_file_writer.time is time

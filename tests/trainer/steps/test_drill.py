@@ -20,9 +20,9 @@ from tests.processes import run
 from tests.runs import Net, fit_net, make_trainer
 
 
-def fits_in(directory: Path) -> tuple[FitLines, ...]:
+def fits_in(directory: Path) -> list[FitLines]:
     """Return the fits and evaluations in the ledger."""
-    return read_ledger(directory / "ledger.jsonl").fits
+    return read_ledger(directory / "ledger.jsonl")
 
 
 class Counts(Callback):
@@ -95,8 +95,8 @@ def test_each_batch_and_the_end_of_every_evaluation_is_written(tmp_path: Path) -
     functions = ("fit", "validate", "test", "predict")
     _, validated, tested, predicted = run_script(tmp_path, *functions)
     fits = fits_in(tmp_path)
-    assert [(one.number - fits[0].number, one.begun["function"]) for one in fits] == list(enumerate(functions))
-    assert [one.begun["num_batches"] for one in fits] == [2, 2, 3, 3]
+    assert [(one[0]["fit"] - fits[0][0]["fit"], one[0]["function"]) for one in fits] == list(enumerate(functions))
+    assert [one[0]["num_batches"] for one in fits] == [2, 2, 3, 3]
     found = [[(line["batch"], line["validation_batch"]) for line in one.of("evaluated")] for one in fits]
     assert found == [[(2, 1), (2, 2)], *[[(0, number + 1) for number in range(num)] for num in (2, 3, 3)]]
     for one in fits:

@@ -27,7 +27,7 @@ def ledger_of(
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     loaders = {"train": DataLoader(rows, batch_size=4, sampler=order), "validation": DataLoader(ROWS[:4], batch_size=4)}
     fit_net([with_ledger(path, directory / "saves")], directory, module=module, max_epochs=1, **loaders)
-    [fit] = read_ledger(path).fits
+    [fit] = read_ledger(path)
     return fit
 
 

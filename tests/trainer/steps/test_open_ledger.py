@@ -40,9 +40,10 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
         os._exit(0)  # its autosaves are kept, and the second process resumes after the end of each fit
 
     assert [run(script, seed=seed).exit_code for seed in (1, 2)] == [0, 0]
-    fits = read_ledger(path).fits
-    assert [fit.number for fit in fits] == [1, 2] * 2
-    assert [fit.resumed and fit.resumed["text"] for fit in fits] == [None] * 2 + ["after the end of the fit"] * 2
+    fits = read_ledger(path)
+    assert [fit[0]["fit"] for fit in fits] == [1, 2] * 2
+    resumed = [[line["text"] for line in fit.of("resumed")] for fit in fits]
+    assert resumed == [[]] * 2 + [["after the end of the fit"]] * 2
     for one, other in zip(fits[:2], fits[2:], strict=True):
         assert {**one.end, "time": 0} == {**other.end, "time": 0}
         assert not other.of("batch")
@@ -54,9 +55,9 @@ def test_written_also_where_all_else_is_off(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "ledger.jsonl"
     fit_once(tmp_path, with_ledger(path, tmp_path / "saves"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["ledger.jsonl"]
-    [fit] = read_ledger(path).fits
+    [fit] = read_ledger(path)
     expected = ["batch", "log", "batch", "log", "evaluated", "validated", "log", "log", "end"]
-    assert [line["event"] for line in fit.events] == expected
+    assert [line["event"] for line in fit[1:]] == expected
     assert all(line["order"] is None and line["content"] for line in fit.of("batch"))
 
 
@@ -71,4 +72,4 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
             fit_once(tmp_path, with_ledger(path, tmp_path / "inner"), module=Net())
 
     fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=Nested())
-    assert [len(fit.of("batch")) for fit in read_ledger(path).fits] == [2]
+    assert [len(fit.of("batch")) for fit in read_ledger(path)] == [2]
