@@ -5,18 +5,14 @@ and the file for the output. It answers with the exit code. It runs in the envir
 """
 
 import ast
-import atexit
 import contextlib
 import importlib
 import json
 import os
-import secrets
 import sys
-import threading
-import types
 from pathlib import Path
 
-from lightning_faulttolerant.testing.processes import fork_and_run
+from tests.harness import python
 
 
 def _import_what(script: Path) -> None:
@@ -28,31 +24,17 @@ def _import_what(script: Path) -> None:
                 importlib.import_module(name)
 
 
-def _run(script: Path, start: dict) -> None:
-    os.chdir(start["directory"])
-    os.environ.update(start["variables"])
-    sys.argv[:] = sys.orig_argv[1:] = [script.name]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    path = Path(start["directory"]) / script.name
-    main.__file__ = str(path)
-    try:
-        exec(compile(path.read_text(), str(path), "exec"), vars(main))
-    finally:
-        threading._shutdown()
-        atexit._run_exitfuncs()  # W&B ends its run there
-
-
 def main() -> None:
     """Run the requested starts."""
     script = Path(sys.argv[1])
     _import_what(script)
     for line in sys.stdin:
         start = json.loads(line)
-        process_id = fork_and_run(
-            lambda start=start: _run(script, start), output=Path(start["output"]), seed=secrets.randbits(31)
+        output, environment = Path(start["output"]), {**os.environ, **start["variables"]}
+        command = python.Command(
+            words=[sys.executable, script.name], directory=start["directory"], environment=environment
         )
-        _, status = os.waitpid(process_id, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(python.Popen(command, output=output, mark=output.with_suffix(".mark")).wait(), flush=True)
 
 
 if __name__ == "__main__":
