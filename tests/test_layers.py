@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -144,24 +145,18 @@ def target_of(found: Import, modules: set[str]) -> str:
 
 
 def upward_imports(files: Sources) -> Iterator[str]:
-    """Yield imports of a layer above, or of a neighbor in the same layer."""
+    """Yield imports of a layer above, or of a neighbor in the same layer; a part without a layer is a KeyError."""
     modules = {module_of(path) for path in files}
     for path, source in files.items():
         part = part_of(path)
+        level = LEVEL[part]
         for found in imports_of(source):
             if found.top != PACKAGE:
                 continue
             names = target_of(found, modules).split(".")
             other = names[1] if len(names) > 1 else "__init__"
-            if LEVEL[other] > LEVEL[part] or (LEVEL[other] == LEVEL[part] and other != part):
+            if LEVEL[other] > level or (LEVEL[other] == level and other != part):
                 yield f"{path}:{found.line} ({part}) imports {'.'.join(names)}, which is not below it"
-
-
-def unknown_parts(files: Sources) -> Iterator[str]:
-    """Yield files that belong to no layer."""
-    for path in files:
-        if part_of(path) not in LEVEL:
-            yield f"{path}: {part_of(path)} is in no layer"
 
 
 def foreign_imports(files: Sources) -> Iterator[str]:
@@ -189,18 +184,10 @@ def import_cycles(files: Sources) -> Iterator[str]:
         }
         for path, source in files.items()
     }
-    done: set[str] = set()
-
-    def walk(module: str, trail: list[str]) -> Iterator[str]:
-        if module in trail:
-            yield " -> ".join([*trail[trail.index(module) :], module])
-        elif module not in done:
-            for other in sorted(graph.get(module, ())):
-                yield from walk(other, [*trail, module])
-            done.add(module)
-
-    for module in sorted(graph):
-        yield from walk(module, [])
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield " <- ".join(error.args[1])
 
 
 def private_lightning_names(files: Sources) -> Iterator[str]:
@@ -279,7 +266,6 @@ def imports_of_tests(files: Sources) -> Iterator[str]:
 
 
 CHECKS = [
-    unknown_parts,
     upward_imports,
     foreign_imports,
     import_cycles,
@@ -312,7 +298,6 @@ def function_of(num_lines: int) -> str:
 
 FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 BROKEN = [
-    (unknown_parts, {"utils.py": ""}),
     (upward_imports, {"state/rng.py": f"from {PACKAGE}.loader.ring import Ring"}),
     (upward_imports, {"loader/ring.py": f"from {PACKAGE} import FaultTolerance"}),
     (upward_imports, {"errors.py": f"{FOR_TYPES}import {PACKAGE}.state"}),
