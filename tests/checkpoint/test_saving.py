@@ -115,25 +115,6 @@ def gate():
     event.set()
 
 
-def test_jobs_run_in_background_one_at_a_time(gate):
-    """`start` returns before the job is done, a second one is refused until then; an error is given once."""
-    writer, done = BackgroundWriter("writer of the test"), []
-    writer.start(lambda: (gate.wait(), done.append(threading.current_thread())))
-    assert writer.is_busy
-    assert not done
-    with pytest.raises(RuntimeError, match="already has a job"):
-        writer.start(gate.wait)
-    gate.set()
-    writer.wait()
-    assert not writer.is_busy
-    assert [thread.name for thread in done] == ["writer of the test"]
-    error = OSError(28, "No space left on device")
-    writer.start(lambda: (_ for _ in ()).throw(error))
-    writer.wait()
-    assert writer.take_error() is error
-    assert writer.take_error() is None
-
-
 def test_forked_process_has_no_writer(gate):
     """A child that is forked during a job neither waits for it nor sees it as under way, and can begin its own."""
     writer, done = BackgroundWriter("autosave"), []

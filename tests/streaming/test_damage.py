@@ -175,19 +175,6 @@ def test_damage_is_found_and_named(case: str, tmp_path: Path, snapshot: Snapshot
     assert plain(str(caught.value), DIR=tmp_path) == snapshot
 
 
-def test_a_shard_of_another_size_is_refused(tmp_path: Path) -> None:
-    """A file that is cut, or has bytes after its end, is damaged, also if the index was adapted to it."""
-    out = written("variable", tmp_path / "out")
-    data, index = (out / "shard.00000.mds").read_bytes(), (out / "index.json").read_text()
-    for changed in (*(data[:size] for size in (0, 3, 87, 88, -1)), data + data[:50]):
-        (out / "index.json").write_text(index)
-        (out / "shard.00000.mds").write_bytes(changed)
-        with pytest.raises(DamagedShardError, match=f"has {len(changed)} bytes, but the index says {len(data)}"):
-            opened(out)
-        with pytest.raises(DamagedShardError):
-            opened(broken(out, bytes))
-
-
 def test_a_damaged_length_is_found_with_its_sample(tmp_path: Path) -> None:
     """A column length that does not fit its sample raises for that sample, alone or among others, and for no other."""
     samples = [{"a": b"aaaa", "b": b"bbbb", "c": b"cccc"}] * 20

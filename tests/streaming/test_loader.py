@@ -141,15 +141,6 @@ def test_a_run_continues_with_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_only_batches_that_were_handed_out_count(directory: str, num_workers: int) -> None:
-    """The state after each batch counts the batches so far, whatever the workers have fetched ahead."""
-    loader = _loader(directory, num_workers=num_workers)
-    assert _place(loader) == (0, 0)
-    places = [_place(loader) for _ in loader]
-    assert places == [*((0, 8 * (i + 1)) for i in range(7)), (1, 0)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_takes_effect_before_the_first_batch_and_ends_others(directory: str, num_workers: int) -> None:
     """An iterator without a batch so far begins at the place that is loaded; one that has yielded a batch raises."""
     saved = _loader(directory)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant import Stream, StreamingDataset
 from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, MARKS_DIRECTORY
 from tests.streaming.children import child, run_all, wait_for
@@ -129,17 +129,6 @@ def test_shards_that_are_fetched_ahead_keep_within_half_of_the_limit(tmp_path: P
         assert (len(here(tmp_path)) - 1) * len(DATA["shard.00000.mds"]) < limit(6) / 2
         assert read + numbers(samples) == list(range(10 * PER_SHARD))
         assert sorted(faults.shards) == sorted(set(DATA) - {"index.json"})
-
-
-def test_workers_read_whole_epochs_under_a_limit(tmp_path: Path) -> None:
-    """With a limit below the size of the data, shuffled epochs are complete, and the cache stays below the limit."""
-    put(tmp_path / "remote", DATA)
-    options = {"shuffle": True, "shuffle_block_size": 30, "batch_size": 8, "cache_limit": limit(5)}
-    dataset = opened(tmp_path / "cache", tmp_path / "remote", **options)
-    loader = StreamingDataLoader(dataset, batch_size=8, num_workers=2)
-    for _ in range(2):
-        assert sorted(numbers(loader)) == list(range(dataset.size))
-        assert len(here(tmp_path / "cache")) <= 5
 
 
 # What is fetched ahead
