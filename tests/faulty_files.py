@@ -8,14 +8,13 @@ program sees. Write your own if those here are not enough::
         return carry_out()
 
 ``FaultyFiles`` applies one to chosen steps on a disk, ``FaultyURLs`` to those in a store, and ``PowerLoss`` leaves
-what a disk had to keep. ``FullDisk`` is a callback for fits.
+what a disk had to keep.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -32,7 +31,6 @@ from types import TracebackType
 from typing import IO, Any, ClassVar, Literal, final
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from lightning.pytorch import Callback, Trainer
 from typing_extensions import Self
 
 # "open": for writing. "write" and "truncate": of content. "close": of a file that was open for writing; some file
@@ -459,42 +457,6 @@ def _inode_that_goes(step: Step) -> int | None:
         return None
     status = os.lstat(step.path)
     return status.st_ino if status.st_nlink == 1 or stat.S_ISDIR(status.st_mode) else None
-
-
-@final
-class FullDisk(Callback):
-    """A disk that accepts half of a write to an autosave or to the history, and then fails, for some batches of a fit.
-
-    Args:
-        first: The batch of this process at whose start it becomes full; -1 for the beginning of the fit.
-        last: The batch at whose start there is room again.
-        rank: On which rank.
-    """
-
-    def __init__(self, first: int, last: int, *, rank: int) -> None:
-        self._range = range(first, last)
-        self._rank = rank
-        self._num_begun = -1
-        self._block: FaultyFiles | None = None
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        if self._rank == trainer.global_rank:
-            self._block = FaultyFiles(trainer.default_root_dir, self._write, kind="write").__enter__()
-
-    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        block, self._block = self._block, None
-        if block is not None:
-            block.__exit__()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._num_begun += 1
-
-    def _write(self, step: Step, carry_out: CarryOut) -> Any:
-        is_in_autosave = any(name.lstrip(".").startswith("autosave-") for name in step.path.parts)
-        if self._num_begun not in self._range or not (is_in_autosave or step.path.name == "history.jsonl"):
-            return carry_out()
-        carry_out(step.num_bytes // 2)
-        return fail_with(errno.ENOSPC)(step, carry_out)
 
 
 # In a store.

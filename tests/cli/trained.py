@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,18 +27,14 @@ class Ended:
         return self.output[self.output.index("Replay of fit") :].splitlines()
 
 
-def start(where: Path, *words: str, forks: bool = True, **variables: str) -> Ended:
-    """Run a Python command in a directory, forked unless `forks` is false; its output is written beside it."""
+def start(where: Path, *words: str, **variables: str) -> Ended:
+    """Run a Python command in a directory; its output is written beside it."""
     own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM", "RULE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(where), **variables}
-    command = [sys.executable, *words]
-    if not forks:
-        run = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
-        return Ended(run.returncode, run.stdout + run.stderr)
     outside = where.with_name(f"{where.name}-output")
     outside.mkdir(exist_ok=True)
-    asked = python.Command(words=command, directory=str(where), environment=environment)
+    asked = python.Command(words=[sys.executable, *words], directory=str(where), environment=environment)
     return Ended(*python.run(asked, scratch=outside / str(len(os.listdir(outside)))))
 
 
@@ -55,13 +50,12 @@ def on_training(
     arguments: Sequence[str] = (),
     launcher: Sequence[str] = (),
     script: Path = TRAINING,
-    forks: bool = True,
     **variables: str,
 ) -> Ended:
     """Run a command of ours on the training with these arguments."""
     words = (*launcher, str(script), str(where / "out"), *arguments)
     ours = ("-m", "lightning_faulttolerant", command, *options, "--", sys.executable)
-    return start(where, *ours, *words, forks=forks, **variables)
+    return start(where, *ours, *words, **variables)
 
 
 def content(directory: Path) -> dict[str, object]:

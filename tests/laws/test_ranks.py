@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import random
 import re
 import signal
@@ -23,8 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tests.faulty_files import FullDisk
-from tests.laws.cuts import Cut
+from tests.laws.cuts import At, Cut, on_sync
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.groups import check, groups_of
 from tests.laws.ranks import FOR_RANKS, Apart, InShards, Slowly, batches, fsdp2, rank_here
@@ -309,9 +311,17 @@ def test_what_ranks_are_told(name: str, tmp_path: Path, snapshot: SnapshotAssert
 def test_full_disk_of_one_rank(row: Row, full: int, options: dict[str, Any], tmp_path: Path) -> None:
     """If one rank can't write for a while, all learn of it, none hangs, and all resume exactly afterwards."""
     group = Group(rows=(row, batches()))
-    training = Training(group=group, root=tmp_path, num_ranks=2, more=lambda: [FullDisk(2, 5, rank=full)])
+    is_full = tmp_path / "is full"
+
+    def write(in_background: bool) -> None:
+        if rank_here() == full and is_full.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    training = Training(group=group, root=tmp_path / "run", num_ranks=2, before=on_sync(write))
+    training.more = lambda: [At({(0, 2): is_full.touch, (0, 5): functools.partial(is_full.unlink, missing_ok=True)})]
     start = training.start(Cut(at=(1, 3), rank=1 - full), **options)
     assert start.codes[1 - full] == -KILL, start.output
+    assert "could not be saved" in (tmp_path / "run" / "start-0-rank-0.txt").read_text()
     training.more = list
     rest = training.finished()
     for one, part in zip(whole_of(group, num_ranks=2), rest.events, strict=True):

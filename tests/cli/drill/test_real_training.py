@@ -24,7 +24,7 @@ def strikes(found: Ended) -> list[list[str]]:
 
 
 EVERYTHING: dict[str, Any] = {"arguments": ("--functions=fit,validate,test,predict",)}
-TWO_RANKS: dict[str, Any] = {"arguments": ("--functions=fit,test", "--devices=2"), "launcher": TORCHRUN, "forks": False}
+TWO_RANKS: dict[str, Any] = {"arguments": ("--functions=fit,test", "--devices=2"), "launcher": TORCHRUN}
 # The options of the drill, how the script is started, and what was struck.
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], set[str]]] = {
     **{
