@@ -47,7 +47,6 @@ PIECES: Mapping[str, Piece] = {
     "python3.10": Piece(commands=("versions VERSIONS=python3.10",), nights=(0, 3)),
     "python3.13": Piece(commands=("versions VERSIONS=python3.13",), nights=(1, 4)),
     "newest torch": Piece(commands=("versions VERSIONS=torch",), nights=(2, 5)),
-    "faults": Piece(commands=("faults",), nights=(6,)),
     "docs and wheel": Piece(commands=("docs", "dist"), nights=(6,)),
     "three times": Piece(commands=("test", "test", "test"), nights=(6,), beside="test JOBS=2"),
 }

@@ -10,16 +10,14 @@ import ctypes
 import functools
 import gc
 import logging
-import random
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.process import without_collections
@@ -37,7 +35,7 @@ def warm_up() -> None:
     """
     # Each Trainer requests the entry points, and reads a file of each installed package for them: 25 ms.
     registry.entry_points = functools.cache(registry.entry_points)
-    with tempfile.TemporaryDirectory() as directory, _quiet(), _random_states_kept():
+    with tempfile.TemporaryDirectory() as directory, _quiet(), isolate_rng():
         for epochs in (1, 2):  # the second fit resumes
             callbacks: list[Callback] = [
                 FaultTolerance(dirpath=directory, run_id="warm", every_n_train_steps=1),
@@ -88,12 +86,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
