@@ -29,11 +29,11 @@ class Ended:
 
 def start(where: Path, *words: str, **variables: str) -> Ended:
     """Run a Python command in a directory; its output is written beside it."""
-    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM", "RULE")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(where), **variables}
     outside = where.with_name(f"{where.name}-output")
     outside.mkdir(exist_ok=True)
+    own = ("PL_", "SLURM_", "PYTEST_", "FACTOR", "IS_CALM", "RULE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(outside), **variables}
     asked = python.Command(words=[sys.executable, *words], directory=str(where), environment=environment)
     return Ended(*python.run(asked, scratch=outside / str(len(os.listdir(outside)))))
 
