@@ -126,25 +126,6 @@ def test_is_shared_again(name: str) -> None:
     assert one is other
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        [torch.ones(1)],
-        {"a": {1, 2}},
-        [[1], [b"bytes"]],
-        {frozenset(): 1},
-        [SimpleNamespace()],
-        (1, 2),
-        {1: [2, 1j]},
-        [[[[[[[[[[1]]]]]]]]]],  # too deep for a check at the speed of C
-    ],
-    ids=repr,
-)
-def test_is_something_else(value: Any) -> None:
-    """Anything else is not plain data."""
-    assert plain_of(value) is None
-
-
 def test_says_how_much_it_is() -> None:
     """Texts count with their length."""
     few, many = plain_of({"a": ["b"]}), plain_of({"a": ["b" * 10_000]})

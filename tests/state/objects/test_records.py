@@ -56,9 +56,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other type": lambda o: setattr(o.items[1], "label", True),
     "new attribute": lambda o: setattr(o.items[7], "seen", 3),
     "gone": lambda o: delattr(o.items[7], "label"),
-    "renamed": lambda o: o.items[7].__dict__.update(late=o.items[7].__dict__.pop("area")),
     "list": lambda o: o.items[9].box.append(4),
-    "list in a list": lambda o: o.items[9].box[1].append(4),
     "dict": lambda o: o.items[9].more.update(key=0),
     "array": lambda o: o.items[9].area.fill(0),
     "shared": lambda o: setattr(o.items[8].category, "name", "horse"),
@@ -83,9 +81,6 @@ def test_change_is_carried(name: str) -> None:
     assert not saved[LOST]
     assert restored.load_state_dict(saved) == []
     assert look(other) == look(owner)
-    assert [type(item.label) for item in other.items if hasattr(item, "label")] == [
-        type(item.label) for item in owner.items if hasattr(item, "label")
-    ]
     assert other.items[9 if name != "swapped" else 10] is kept
     assert other.items[0].category is other.items[2].category or name == "swapped"
     if name == "referred to":

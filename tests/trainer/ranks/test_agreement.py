@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ class Ranks:
     def __init__(self) -> None:
         self.members = [Member() for _ in range(NUM_RANKS)]
         self.chair = Chair(NUM_RANKS)
-        self.errors: list[BaseException] = []
         self._is_over = threading.Event()
 
     def deliver(self) -> None:
@@ -48,21 +48,15 @@ class Ranks:
 
     def run(self, main: Callable[[int, Member], Any]) -> None:
         """Run `main` for each rank in its own thread."""
-        speaker = threading.Thread(target=self._speak, daemon=True)
-        threads = [threading.Thread(target=self._main, args=(main, rank), daemon=True) for rank in range(NUM_RANKS)]
-        for thread in (speaker, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self._is_over.set()
-        speaker.join()
-        assert self.errors == []
-
-    def _main(self, main: Callable[[int, Member], Any], rank: int) -> None:
-        try:
-            main(rank, self.members[rank])
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            self.errors.append(error)
+        with ThreadPoolExecutor(NUM_RANKS + 1) as pool:
+            speaker = pool.submit(self._speak)
+            ended = [pool.submit(main, rank, member) for rank, member in enumerate(self.members)]
+            try:
+                for each in ended:
+                    each.result()
+            finally:
+                self._is_over.set()
+            speaker.result()
 
 
 @settings(max_examples=20, deadline=None)
