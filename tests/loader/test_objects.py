@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_faulttolerant import NotExactError, ResumableDataLoader
-from lightning_faulttolerant.loader.exactness import Exactness
-from lightning_faulttolerant.loader.iterable import IterableSide
 from lightning_faulttolerant.loader.objects import LoaderObjects, WorkerObjects, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES
@@ -43,34 +41,32 @@ def hidden() -> Any:
     return type("Hidden", (), {})()
 
 
-def position_of(dataset: Stream) -> Any:
-    """Return the position of an iteration after a batch."""
-    side = IterableSide(dataset, Exactness())
+def begun_with_changes() -> Any:
+    """Return the state of an iteration, after a batch, over a data set that was changed before."""
+    dataset = Stream()
+    tracker, tracked = follow(DataLoader(dataset, None))
     dataset.seen.append(3)
     dataset.own = hidden()
     dataset.turns = iter([1, 2])  # a fresh iteration creates it again
-    side.begin(None)
-    batch = [next(iter(side))]
-    side.collate(list, batch)
-    return side.record.position_after(1)
+    next(iter(tracked))
+    return tracker.state_dict(1)
 
 
-def test_what_is_not_there_any_more_is_refused() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_not_there_any_more_is_refused(strict: bool) -> None:
     """An iteration over a data set without an attribute that its samples may depend on is not exact."""
-    position = position_of(Stream())
-    side = IterableSide(Stream(has_list=False), Exactness())
-    side.begin(position)
-    with pytest.raises(NotExactError, match=r"Stream continues without dataset\.seen"):
-        iter(side)
-    side = IterableSide(Stream(has_list=False), exactness := Exactness(strict=False))
-    side.begin(position)
-    iter(side)
-    assert any("dataset.seen" in line for line in exactness.reasons)
+    tracker, tracked = follow(DataLoader(Stream(has_list=False), None), begun_with_changes(), strict=strict)
+    if strict:
+        with pytest.raises(NotExactError, match=r"Stream continues without dataset\.seen"):
+            iter(tracked)
+    else:
+        list(tracked)
+        assert any("dataset.seen" in line for line in tracker.exactness.reasons)
 
 
 def test_what_an_iteration_began_with_is_named() -> None:
     """An object of a data set that can't be carried is lost, in the main process and in workers."""
-    position = position_of(Stream())
+    position = begun_with_changes()["iterable"]["position"]
     places = {"train/0": {"iterable": {"epoch": None, "position": position}, "workers": [{"iterable": position}]}}
     assert list(lost_in_loaders(places)) == ["train/0.dataset.own"]
     assert list(lost_in_workers(places)) == ["train/0.dataset.own of a worker"]

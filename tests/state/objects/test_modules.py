@@ -133,15 +133,11 @@ class TestDetached:
         function = detached("def function(): ...\nnumber = 3", __file__=__file__)["function"]
         assert users_namespaces({"function": function})["globals/__main__"].attributes() == {"number": 3}
 
-    def test_of_packages_are_not(self) -> None:
-        """The globals of an installed file are not the user's, nor are those without a file under another name."""
-        for variables in ({"__file__": pytest.__file__}, {"__name__": "generated"}):
+    def test_of_a_notebook_are_and_of_packages_are_not(self) -> None:
+        """Without a file, only `__main__` is the user's; the globals of an installed file are not."""
+        for variables, is_found in (({}, True), ({"__file__": pytest.__file__}, False), ({"__name__": "made"}, False)):
             found = detached(self.SOURCE, **variables)["call"](lambda: users_namespaces({}))
-            assert not {"globals/__main__", "globals/generated"} & found.keys()
-
-    def test_of_a_notebook_are(self) -> None:
-        """Without a file, `__main__` is the user's."""
-        assert "globals/__main__" in detached(self.SOURCE)["call"](lambda: users_namespaces({}))
+            assert bool({"globals/__main__", "globals/made"} & found.keys()) == is_found
 
     def test_classes_and_functions_are_the_users(self) -> None:
         """Classes and functions that `__main__` does not have are the user's; those of a launcher are not."""

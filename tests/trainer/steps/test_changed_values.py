@@ -17,17 +17,14 @@ from lightning_faulttolerant.trainer.steps.replay import set_value
 class SizedNet(LightningModule):
     """Has hyperparameters, a dict, a buffer, and a property without a setter."""
 
+    fixed = property(lambda self: 1)
+
     def __init__(self, size: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(size, size), nn.Dropout(0.3))
         self.weights = {"first": 1, "keys": [1, 2]}
         self.register_buffer("mean", torch.zeros(2))
-
-    @property
-    def fixed(self) -> int:
-        """A value that can't be set."""
-        return 1
 
 
 @pytest.fixture
