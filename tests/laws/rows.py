@@ -205,13 +205,22 @@ def forget_others(rows: Iterable[Row]) -> None:
     """Forget, in a process of their own, what other rows define: else each save would look through all of that."""
     rows = list(rows)
     kinds = [kind for each in rows for kind in (each.module or Net).__mro__]
-    made = [getattr(each, kind) for each in rows for kind in ("callbacks", "train", "validation", "data")]
-    kept = {_homes.get(each.name) for each in rows} | {getattr(each, "__module__", "") for each in (*kinds, *made)}
+    made = [*kinds, *(getattr(each, kind) for each in rows for kind in ("callbacks", "train", "validation", "data"))]
+    kept = {_homes.get(each.name) for each in rows} | {getattr(each, "__module__", "") for each in made}
     tests = ("tests.", f"{_LAWS.partition('.')[0]}.")
     for name in [name for name in sys.modules if name.startswith(tests) and name not in kept | _NEEDED]:
         del sys.modules[name]
-    for name in _rows.keys() - {each.name for each in rows}:
-        del _rows[name]
+    for each in [_rows.pop(name) for name in _rows.keys() - {each.name for each in rows}]:
+        for other in (each.module, each.callbacks, each.train, each.validation, each.data):
+            home = vars(sys.modules.get(getattr(other, "__module__", ""), object))
+            if isinstance(other, type) and other not in made and home.get(other.__name__) is other:
+                del home[other.__name__]
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith(tests):
+            for name in [name for name in frame.f_globals if name.startswith("test_") or name == "GROUPS"]:
+                del frame.f_globals[name]
+        frame = frame.f_back
 
 
 def taken(each: Row) -> frozenset[str]:
