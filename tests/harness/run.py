@@ -252,7 +252,7 @@ def main() -> int:
     paths = [argument for argument in rest if Path(argument).parts[:1] == ("tests",)]
     options = [argument for argument in rest if argument not in paths]
     options += ["-m", arguments.mark] if arguments.mark else []
-    files = find_files(paths, are_shared="--part" not in rest)
+    files = find_files(paths, are_shared=not {"--part", "--one-of-each-law"} & {*rest})
     kind = "slow" if arguments.mark == "slow" else "fast"
     with _directory() as directory:
         _get_ready()
