@@ -197,3 +197,13 @@ def test_an_index_of_other_columns_is_found_out(tmp_path: Path) -> None:
         (one / "index.json").write_bytes((two / "index.json").read_bytes())
         with pytest.raises(DamagedShardError, match="its columns need"):
             opened(broken(one, bytes))
+
+
+@pytest.mark.parametrize("encoding", ["int32", "ndarray:int8:4"])
+def test_a_length_in_a_sample_is_that_of_the_type(encoding: str, tmp_path: Path) -> None:
+    """An index may leave the length of a number or an array to its samples; one that its type hasn't is damage."""
+    index = write(MDSWriter, tmp_path, {"a": "bytes"}, [{"a": bytes(4)}, {"a": bytes(5)}]) / "index.json"
+    index.write_text(index.read_text().replace('["bytes"]', f'["{encoding}"]'))
+    assert np.sum(opened(tmp_path)[0]["a"]) == 0
+    with pytest.raises(DamagedShardError, match="a value has 5 bytes, its encoding 4"):
+        read(tmp_path)
