@@ -253,7 +253,6 @@ class Repeats:
             yield from iter(self.sampler)
 
 
-@iterable
 class LivesOn(DataLoader[Any]):
     """Creates one iterator for all epochs when it is built, as timm's MultiEpochsDataLoader does."""
 
@@ -268,6 +267,9 @@ class LivesOn(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (next(self.iterator) for _ in range(len(self)))
+
+
+iterable(LivesOn, ranks=False)  # Lightning refuses its batch sampler
 
 
 # What loaders keep beside their batches, or read elsewhere.

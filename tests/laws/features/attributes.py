@@ -175,7 +175,7 @@ class KeyedByParameter(Net):
                 self.last[parameter] = parameter.grad.clone()
 
 
-@row("module", part="objects", shows="factor of RefersToWeights", takes=("layers", "optimizer"))
+@row("module", part="objects", shows="factor of RefersToWeights", takes=("layers", "optimizer"), ranks=False)
 class RefersToWeights(Factor):
     """Lists of weights and of layers, which grow and rotate; they stay the ones that are trained."""
 

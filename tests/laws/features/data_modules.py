@@ -129,7 +129,7 @@ add("state of a data module", data=Counts, trainer=RELOADED)
 add("attributes of a data module", part="objects", shows="content", data=Levels, trainer=RELOADED)
 add("one combined loader again", part="loaders", shows="content", data=Keeps, trainer=RELOADED)
 add("generator function", part="loaders", shows="content", data=Generates, trainer=RELOADED, takes="early loaders")
-add("larger epochs", part="loaders", shows="content", data=Enlarges, trainer=RELOADED)
+add("larger epochs", part="loaders", shows="content", data=Enlarges, trainer=RELOADED, ranks=False)
 add(
     "derived from the trainer", part="loaders", shows="content", data=Derives, trainer=RELOADED,
     takes=("optimizer", "checkpoint"),  # hidden weights: `KNOWN`

@@ -127,7 +127,7 @@ class ChangesOnLoad(Net):
         checkpoint["state_dict"]["layers.0.weight"] = torch.zeros(8, 4)
 
 
-@row("module", takes="layers")
+@row("module", takes="layers", ranks=False)  # DDP wants shapes before
 class Lazy(Net):
     """Learns its shapes when it creates its optimizer."""
 
@@ -147,7 +147,7 @@ class LazyUntilFirstBatch(Lazy):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-add("LazyUntilFirstBatch", module=LazyUntilFirstBatch, takes=("layers", "optimizer", "first autosave"))
+add("LazyUntilFirstBatch", module=LazyUntilFirstBatch, takes=("layers", "optimizer", "first autosave"), ranks=False)
 
 
 @row("module", takes="log")

@@ -287,7 +287,7 @@ class ChangesLayers(Net):
         return super().training_step(batch, batch_idx)
 
 
-@row("module", part="flags", shows="frozen", takes="layers")
+@row("module", part="flags", shows="frozen", takes="layers", ranks=False)
 class Freezes(Net):
     """Freezes a layer and switches its batch norm to evaluation mode, permanently, after two batches."""
 
