@@ -110,7 +110,7 @@ class Book(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         samples = list(zip(batch[0].tolist(), batch[1].tolist(), strict=True))
-        self.write(trainer, "samples", epoch=trainer.current_epoch, samples=samples)
+        self.write(trainer, "samples", epoch=trainer.current_epoch, batch=batch_idx, samples=samples)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         wholes = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in module.parameters()]
@@ -215,6 +215,8 @@ def test_every_sample_once_in_order(way: str, tmp_path: Path) -> None:
         assert float.fromhex(shown[kind]) == pytest.approx(getattr(indices, kind)().item(), rel=1e-6), kind
     assert float.fromhex(shown["metric"]) == pytest.approx(indices.mean().item(), rel=1e-6)
     assert float.fromhex(shown["all"]) == pytest.approx(indices.sum().item(), rel=1e-6)
+    batches = [e["batch"] for e in booked(tmp_path / "cut", len(legs) - 1)[0] if e.get("epoch") == epoch]
+    assert batches[-1] == -(-26 // (2 * legs[-1].num_ranks)) - 1  # counted as if these ranks had run the whole epoch
     if epoch == 0:
         assert sorted({index for index, _ in samples(tmp_path / "cut", 1, len(legs) - 1)}) == list(range(26))
 
@@ -253,6 +255,10 @@ UNEQUAL: dict[str, list[Leg]] = {
     "a window that does not fit": [
         Leg(num_ranks=1, cut=at(0, 2, by=TERM), trainer={"accumulate_grad_batches": 2}),
         Leg(num_ranks=2, trainer={"accumulate_grad_batches": 2}, code=1),
+    ],
+    "too few are left": [
+        Leg(num_ranks=1, cut=at(0, 12), loader={"drop_last": True}),
+        Leg(num_ranks=2, loader={"drop_last": True}, code=1),
     ],
     "in validation": [Leg(num_ranks=1, cut=IN_VALIDATION, options={}), Leg(num_ranks=2, options={}, code=1)],
     "shards in a window": [
