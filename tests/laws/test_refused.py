@@ -104,6 +104,13 @@ class ReturnsWeight(Callback):
         return self.__dict__
 
 
+def holds_others() -> DataLoader[Any]:
+    """Return a loader with a list of others, one of which is out of order."""
+    loader = ReadsAhead(num_workers=1)
+    vars(loader)["others"] = [DataLoader(NoisyDataset(24), num_workers=2, in_order=False)]
+    return loader
+
+
 def litdata_mixture() -> DataLoader[Any]:
     """A mixture of data sets of LitData."""
     import litdata
@@ -142,6 +149,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "queue with an iterator": lambda: DataLoader(Queue(), batch_size=4),
     "thread that draws": lambda: ReadsAhead(NoisyDataset(24)),
     "out of order in a wrapper": lambda: Wrapper(NoisyDataset(24), num_workers=2, in_order=False),
+    "out of order in a list of a loader": holds_others,
     "litdata mixture": litdata_mixture,
     "webdataset without a seed": webdataset(lambda w: w.WebDataset(tars(), shardshuffle=False).shuffle(8)),
 }
