@@ -138,8 +138,6 @@ def kept_apart(part: CheckpointPart, checkpoint: Mapping[str, object]) -> list[s
     names: dict[str, None] = {}
     for rank in range(1, len(part["ranks"])):
         state = state_of(part, rank, checkpoint)
-        # A buffer of the state_dict is listed only if it differs.
-        names.update(dict.fromkeys(f"{BUFFERS}.{name}" for name in state[BUFFERS].keys() - first[BUFFERS].keys()))
         for kind in _APART:
             names.update(dict.fromkeys(_names(first.get(kind), state.get(kind), "" if kind == LIGHTNINGS else kind)))
         first_objects, objects = changed_objects(first.get("objects")), changed_objects(state.get("objects"))
