@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
@@ -192,6 +193,7 @@ def smart() -> DataLoader[Any]:
     return DataLoader(kind(), sampler=[0])
 
 
+KEEPING: Any = type("K", (Echo,), {"state_dict": lambda _: {"a": [[], {1}]}, "load_state_dict": lambda _, state: None})
 REASONS: dict[str, Callable[[], Any]] = {
     "list": lambda: [1, 2],
     "its own state": lambda: Stateful(Echo(2)),
@@ -199,9 +201,11 @@ REASONS: dict[str, Callable[[], Any]] = {
     "living workers": living,
     "iterator made at once": lambda: Eager(Echo(2)),
     "filled by a thread": smart,
+    "state with an object": lambda: StatefulDataLoader(KEEPING(2)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_loaders_that_cant_be_followed(snapshot: SnapshotAssertion) -> None:
     """Each gets its own reason; plain loaders, with workers of any kind, and a user's class have none against them."""
     assert {row: why_not_exact(make()) for row, make in REASONS.items()} == snapshot
