@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_faulttolerant import InterruptibleDistributedSampler
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.remaining import GlobalOrder, ListedIndices, RankShare, RemainingBatches, Rest
 from lightning_faulttolerant.loader.resized import state_for_others
@@ -194,7 +195,10 @@ def test_begin(length: int, num_ranks: int, num: int) -> None:
 
 
 def test_listed_indices() -> None:
-    """The sampler yields its indices as numbers, each time, over the ends of its chunks."""
+    """The sampler yields its indices as numbers, each time, over the ends of its chunks; so does a computed order."""
     sampler = ListedIndices(Rest(length=40_000).of_rank(1, 2))
     assert list(sampler) == list(sampler) == list(range(1, 40_000, 2))
     assert len(sampler) == 20_000
+    computed = list(InterruptibleDistributedSampler(40_000, 1, 0, seed=2, order="feistel"))
+    order = GlobalOrder(length=40_000, shuffles=True, seed=2, epoch=0)
+    assert list(order.at(7, 40_003, 2)) == [*computed[7::2], computed[1]]
