@@ -116,9 +116,17 @@ class Remembers(DataLoader[Any]):
             yield batch + before
 
 
+class Asks(DataLoader[Any]):
+    """Calls its own method, which may count."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield self.collate_fn(batch)
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(DataLoader, True), (data_sets.Unsized, True), (data_sets.UnpackingLoader, True)]
+    [(DataLoader, True), (data_sets.Unsized, True), (data_sets.UnpackingLoader, True), (Asks, False)]
     + [
         (kind, False) for kind in (data_sets.MappingLoader, Enumerates, Repeats, Remembers, type("Sub", (Repeats,), {}))
     ],
