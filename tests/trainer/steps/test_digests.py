@@ -22,8 +22,10 @@ class Held:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_tensors_without_a_plain_layout_are_told_apart() -> None:
-    """`tests/loader/test_digests.py` has all other values."""
+def test_arrays_and_tensors_are_told_apart() -> None:
+    """Arrays have a type and a shape, and tensors a layout; `tests/loader/test_digests.py` has all other values."""
+    zeros = (np.zeros((2, 3)), np.zeros((3, 2)), np.zeros((2, 3), np.int64))
+    assert len(set(map(digest, zeros))) == 3
     assert digest(torch.eye(2).to_sparse_csr()) != digest((2 * torch.eye(2)).to_sparse_csr())
     jagged = [torch.nested.nested_tensor([torch.zeros(2), end], layout=torch.jagged) for end in torch.eye(2)]
     assert digest(jagged[0]) != digest(jagged[1])
