@@ -74,6 +74,14 @@ def test_what_a_file_holds(name: str, tmp_path: Path, capsys: Capture, snapshot:
     assert told(found, DIR=tmp_path) == snapshot
 
 
+def test_keys_that_do_not_fit_are_counted(tmp_path: Path, capsys: Capture) -> None:
+    """Of more than 40 keys, the rest is counted."""
+    for number in (0, 1):
+        keys = dict.fromkeys(map(str, range(40 + number - len(foreign()))), 1)
+        out = call(capsys, "inspect", save(tmp_path / "a.ckpt", {**foreign(), **keys})).out
+        assert (out.count("more; --json shows all"), out.count("and 1 more;")) == (number, number)
+
+
 def test_json_sums_nothing(tmp_path: Path, capsys: Capture) -> None:
     """It has the parts of each rank with their bytes, and what is lost of any."""
     ranks = checkpoint(world_size=2, ranks=[RANK, {**RANK, "more": torch.zeros(10)}])

@@ -22,6 +22,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -34,6 +35,16 @@ from tests import data_sets
 from tests.laws.processes import run_ranks
 from tests.loader.loops import assert_resumable, begun, follow, listed, own_draws, resumable_loop, seed, small
 from tests.loader.made import Drawing, DrawsAll, Echo, Negative, Slices, Threaded, generator
+
+
+class Passes(IterableDataset[int]):
+    """Yields the number of the pass over it."""
+
+    num_begun = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_begun += 1
+        return iter([self.num_begun] * 2)
 
 
 class NegativeResumable(Negative, ResumableDataLoader[Any]):
@@ -51,6 +62,13 @@ def sharing() -> dict[str, Any]:
 def mixed_batches() -> list[Any]:
     """Return batches of all kinds."""
     return [[0], [1, True], [(1, torch.tensor(2))], (3, [4]), [], [{"video": "a.mp4", 3: (1, 2)}, b"x"], np.arange(2)]
+
+
+def shrunk() -> DistributedSampler[Any]:
+    """Return a sampler that was created before its data set got smaller."""
+    sampler = DistributedSampler(range(24), 2, 1)  # type: ignore[arg-type]
+    sampler.dataset = range(9)  # type: ignore[assignment]
+    return sampler
 
 
 # The arguments of a loader, by default of `Drawing(9)` in batches of two.
@@ -80,9 +98,11 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "shared generator": sharing,
     "subclass": lambda: {"shuffle": True},
     "iterable": lambda: {"dataset": data_sets.Stream(13), "batch_size": 3},
+    "passes of an iterable": lambda: {"dataset": Passes(), "batch_size": 1},
     "batches of an iterable": lambda: {"dataset": data_sets.Stream(7), "batch_size": None},
     "uneven": lambda: {"dataset": data_sets.UnevenStream(), "batch_size": 4},
     "all at once": lambda: {"dataset": data_sets.ManyAtOnceDataset(7)},
+    "shrunk data set": lambda: {"sampler": shrunk(), "batch_size": 1},
     "worker_init": lambda: {
         "dataset": data_sets.NoisyDataset(7), "worker_init_fn": data_sets.drawing_worker_init
     },

@@ -135,6 +135,7 @@ def test_account_of_a_run(story: Story, account: dict[str, float], again: list[t
     assert [(each.process + 1, each.num_again, each.was_killed) for each in found.continued] == again
     assert all(one.ended == other.began for one, other in pairwise(found.segments))
     assert all(segment.seconds > 0 for segment in found.segments)
+    assert all(one.process <= other.process for one, other in pairwise(found.segments))
     ended = found.chapter.done or max(process.last_seen for process in found.chapter.processes)
     assert found.account.total == found.ended - found.began == ended - found.chapter.processes[0].began
     assert found.account.goodput <= found.account.goodput_while_up <= 1

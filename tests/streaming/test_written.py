@@ -259,7 +259,7 @@ def test_the_index_is_uploaded_after_all_shards(remote: Any, monkeypatch: pytest
         order.append(name)
 
     while_uploading(monkeypatch, slowly)
-    write(MDSWriter, ADDRESS, COLUMNS, SAMPLES[:8], size_limit=1, max_workers=2)
+    write(MDSWriter, ADDRESS, COLUMNS, SAMPLES[:8], size_limit=1, max_workers=2, retry=0)
     assert len(uploaded()) == 10
     assert order[-1] == "index.json"
     assert order[0] != "shard.00000.mds"  # the writer does not wait for each shard

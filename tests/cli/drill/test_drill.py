@@ -160,6 +160,13 @@ def test_the_page_and_the_ledgers(tmp_path: Path, capsys: Capture, monkeypatch: 
     assert (found.status, "EXACT" in found.out, "No space left" in found.err) == (2, True, True)
 
 
+def test_the_time_to_the_first_batch_begins_with_the_process(tmp_path: Path, capsys: Capture) -> None:
+    """What a restart does before its fit is a part of the time that a strike costs."""
+    slowly = ("sh", "-c", 'sleep 0.3; exec "$@"', "sh", *words(tmp_path))
+    found = call(capsys, "drill", "--kills=1", "--seed=1", "--", *slowly)
+    assert (found.status, "EXACT" in found.out, re.findall(r" 0\.[0-2] s\n", found.out)) == (0, True, [])
+
+
 def test_only_what_the_drill_has_caused_is_removed(tmp_path: Path, capsys: Capture) -> None:
     """The word {run} tells runs apart; a run of the user's own is neither continued with nor changed."""
     command = words(tmp_path / "{run}", "--epochs=1")
