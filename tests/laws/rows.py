@@ -186,9 +186,9 @@ def row(kind: str, **values: Any) -> Callable[[Made], Made]:
     return decorate
 
 
-def carried(made: type[Factor]) -> type[Factor]:
+def carried(made: type[Factor], *, takes: str = "") -> type[Factor]:
     """Add a module with a factor as a row that the object state carries."""
-    add(made.__name__, module=made, part="objects", shows=f"factor of {made.__name__}")
+    add(made.__name__, module=made, part="objects", shows=f"factor of {made.__name__}", takes=takes and (takes,))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import statistics
 import threading
@@ -56,7 +57,7 @@ class Values(Factor):
         return self.today.day + self.spent / timedelta(days=1) + len(self.where.parts)
 
 
-@carried
+@functools.partial(carried, takes="copies")
 class Collections(Factor):
     """Collections and a queue of the standard library; the order of a dict matters, its keys are tuples and members."""
 

@@ -82,7 +82,7 @@ def local_class() -> type:
     return Local
 
 
-@carried
+@functools.partial(carried, takes="copies")
 class Classes(Factor):
     """Counts in an attribute of its class, and in those of a class that no module has under its name."""
 
@@ -131,7 +131,7 @@ def scaled(loss: Tensor, num_calls: int) -> Tensor:
     return loss.detach().tanh() + num_calls / 10
 
 
-@carried
+@functools.partial(carried, takes="copies")
 class Functions(Factor):
     """State in a default, in an attribute of a function, in a decorator, and in a closure that a module holds."""
 

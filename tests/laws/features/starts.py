@@ -150,7 +150,7 @@ class LazyUntilFirstBatch(Lazy):
 add("LazyUntilFirstBatch", module=LazyUntilFirstBatch, takes=("layers", "optimizer", "first autosave"), ranks=False)
 
 
-@row("module", takes="log")
+@row("module", takes=("log", "copies"))
 class LogIsFunction(Net):
     """Has a function as its ``log``, which does not belong to a module."""
 

@@ -187,7 +187,7 @@ class Fits(Callback):
         pl_module.log("expected", expected, batch_size=4)
 
 
-@row("callbacks", takes=("copies", "data", "layers"))
+@row("callbacks", takes=("copies", "data", "layers", "optimizer"))
 class ReturnsItsAttributes(Callback):
     """Returns all of its attributes as its state, as some do; Lightning has set ``log`` among them."""
 

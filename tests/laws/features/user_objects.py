@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -42,7 +43,7 @@ class AttributeDict(dict[str, Any]):
     __setattr__ = dict.__setitem__  # type: ignore[assignment]
 
 
-@carried
+@functools.partial(carried, takes="copies")
 class Records(Factor):
     """A dataclass that changes, a frozen one that is replaced, a namespace, and a dict with attributes."""
 
@@ -258,7 +259,7 @@ class OnTheTrainer(Factor):
         return 1 + float(self.trainer.smoothed_loss)
 
 
-@carried
+@functools.partial(carried, takes="copies")
 class ShowsProgress(Factor):
     """Creates a bar of tqdm at the start of each epoch, and advances it."""
 
