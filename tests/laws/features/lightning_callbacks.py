@@ -59,6 +59,7 @@ class Unfreezing(BaseFinetuning):
 
 
 ALL = ("optimizer", "layers", "copies")
+EMA = ("layers", "copies", "checkpoint")  # it loads all weights itself
 THREE: dict[str, Any] = {"takes": ALL, "trainer": {"max_epochs": 3}}
 add("unfreezing", module=Backbone, callbacks=Unfreezing, ranks=False, **THREE)
 
@@ -88,7 +89,7 @@ try:
 except ImportError:  # Lightning 2.5 has none
     pass
 else:
-    add("exponential average", callbacks=lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2), takes=ALL[1:])
+    add("exponential average", callbacks=lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2), takes=EMA)
 
 
 ODD = {"make_pruning_permanent": False, "use_lottery_ticket_hypothesis": False}
