@@ -23,12 +23,14 @@ from lightning_faulttolerant.records.history import (
     VALIDATION,
 )
 from lightning_faulttolerant.records.history_parser import history_of
+from lightning_faulttolerant.trainer.run.history_file import shortened
 from tests.records.made import Story
 
 
-def told(story: Story) -> ChapterReport:
+def told(story: Story, *, is_shortened: bool = False) -> ChapterReport:
     """Return the report of the only chapter of a run."""
-    [chapter] = history_of(story.lines).chapters
+    lines = shortened(story.lines, max_bytes=10**9, num_kept=0) if is_shortened else story.lines
+    [chapter] = history_of(lines).chapters
     return chapter_report(chapter)
 
 
@@ -141,6 +143,7 @@ def test_account_of_a_run(story: Story, account: dict[str, float], again: list[t
     assert found.account.goodput <= found.account.goodput_while_up <= 1
     waited = math.fsum(line["seconds"] for line in story.lines if line["event"] == AUTOSAVE)
     assert math.fsum(each.seconds for each in found.segments if each.kind == SAVING) == waited
+    assert told(story, is_shortened=True).account == found.account
 
 
 def test_evaluation_that_runs_from_its_start_again_is_the_same_chapter() -> None:
