@@ -30,10 +30,11 @@ SHARD = "__0_0.distcp"
 
 
 def kept(directory: Path) -> AutosaveSeries:
-    """Save three autosaves, of which the first and the last are kept for good, and the first has been moved."""
+    """Save three autosaves, the first and the last kept for good, of which the first was moved, and an incident."""
     series = AutosaveSeries(directory / "run" / "fit-1", keep_last=2)
     for step in (1, 2, 3):
         series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step, keep=step != 2)
+    save(directory / "run" / "fit-1" / "incidents" / "incident-00000002.ckpt")
     return series
 
 

@@ -5,6 +5,7 @@ Without Chromium the tests in a browser are skipped: `make browser` installs it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -198,6 +199,15 @@ PAGES = {
 def test_what_a_page_says(name: str, snapshot: SnapshotAssertion) -> None:
     """Each kind of drill and of run has a page whose whole text is known."""
     assert Page(READ[name]()).text == snapshot
+
+
+def test_the_bar_of_the_account_has_the_shares_that_are_named() -> None:
+    """Each part begins where the one before it ends, and is as wide as its share."""
+    [bar] = re.findall(r'<svg[^>]* class="[^"]*\baccount".*?</svg>', PAGES["run: calm"]())
+    parts = re.findall(r'x="([\d.]+)%" width="([\d.]+)%".*?, ([\d.]+) %<', bar)
+    ends = [0.0, *itertools.accumulate(float(width) for _, width, _ in parts)]
+    assert [float(begin) for begin, *_ in parts] + [100] == pytest.approx(ends, abs=0.1)
+    assert [float(width) for _, width, _ in parts] == pytest.approx([float(share) for *_, share in parts], abs=0.06)
 
 
 def test_steps_that_were_done_again_are_drawn_as_such() -> None:
