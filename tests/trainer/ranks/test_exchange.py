@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_faulttolerant.trainer.ranks.connection import Hub
-from lightning_faulttolerant.trainer.ranks.strategies import connect_all
-from tests.ranks import on_ranks
+from lightning_faulttolerant.trainer.ranks.nodes import NodeGroup
+from lightning_faulttolerant.trainer.ranks.strategies import connect_all, open_line
+from tests.ranks import TIMEOUT, on_ranks
 
 
 def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path) -> None:
@@ -34,6 +36,28 @@ def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path) -> None:
     alive, dead = on_ranks(main, tmp_path / "ranks")
     assert dead == "dead"
     assert alive.startswith("RanksLostError: rank 0 had no answer at 'step'")
+
+
+def test_ranks_of_another_node_are_heard_and_hear(tmp_path: Path) -> None:
+    """One rank of each node passes on the values and the messages of the others."""
+
+    def main(rank: int) -> Any:
+        more = {"num_ranks": 4, "host": "127.0.0.1", "node": f"node {rank // 2}"}
+        ranks = NodeGroup(dist.FileStore(str(tmp_path / "store"), 4), TIMEOUT, rank=rank, **more)
+        heard, values, line = [], ranks.to_all("values", rank), open_line(ranks)
+        if rank:
+            line.send({"of": rank})
+        while len(heard) < (1 if rank else 3) and time.monotonic() < deadline:
+            heard += line.receive()
+        if not rank:
+            line.send({"of": 0})
+        line.close()
+        return [values, sorted(heard)]
+
+    deadline = time.monotonic() + 20
+    told = [[[0, {"of": 0}]]] * 4
+    told[0] = [[rank, {"of": rank}] for rank in (1, 2, 3)]
+    assert on_ranks(main, tmp_path, num_ranks=4) == [[[0, 1, 2, 3], each] for each in told]
 
 
 @pytest.mark.parametrize("text", [b'{"rank": 1, "token": "0"}\n{"ask": "stop"}\n', b"[]\n", b"without an end" * 999])
