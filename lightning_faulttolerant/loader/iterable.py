@@ -4,10 +4,7 @@ If the iterator or the data set has its own state, that state is used. Otherwise
 random states of its beginning, and the samples already drawn are drawn again and dropped, without collating them.
 
 The state that its objects had when the iteration began is restored first. A data set that keeps a state elsewhere is
-refused, for one of two reasons. Either the samples that are drawn again differ. Or no sample is drawn again (between
-two iterations of a worker, and before the first sample), and an attribute has another value after the first sample
-than it had in the iteration before. The second check sees only integers and short strings, those of the data set and
-of the data sets and samplers that it holds, and only from the second iteration of a process on.
+refused if the samples that are drawn again differ.
 
 The samples of an iterable data set that are drawn again and dropped, with a digest of all of them.
 """
@@ -17,14 +14,14 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.data_sets import Values, ValuesOfDataset, refills_its_buffer
+from lightning_faulttolerant.loader.data_sets import refills_its_buffer
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
@@ -38,7 +35,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # of the batches fetched, at most the last one is not trained yet
 _OWN = frozenset({"user_dataset", "_exactness", "_held", "_plan", "_is_begun", "_worker_states", "_current",
-                  "_way", "_objects", "_plain_values", "_owed", "_unasked", "record"})  # fmt: skip
+                  "_way", "_objects", "_owed", "_unasked", "record"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -55,7 +52,7 @@ class _Mark(NamedTuple):
     digest: int
     has_ended: bool
     objects: Mapping[str, object] | None
-    remembered: Values | None
+    has_drawn: bool
     state: bytes | None
 
     def position(self) -> Position:
@@ -68,7 +65,7 @@ class _Mark(NamedTuple):
             "digest": self.digest,
             "ended": self.has_ended,
             "objects": self.objects,
-            "remembered": None if self.remembered is None else dict(self.remembered),
+            "drawn": self.has_drawn,
             "state": None if self.state is None else pickle.loads(self.state),
         }
 
@@ -78,9 +75,8 @@ class IterableRecord:
     """The position of one iteration over an iterable data set.
 
     ``start`` is the moment when it began, ``first`` the moment right before its first sample was drawn. ``positions``
-    holds the last positions, by the number of batches fetched. ``remembered`` holds the attributes that its data set
-    kept after its first sample. Until then, it holds those of the previous iteration. ``objects`` holds the changes on
-    its data set's objects when it began or ended.
+    holds the last positions, by the number of batches fetched. ``has_drawn`` says whether a sample was drawn in this
+    iteration or an earlier one. ``objects`` holds the changes on its data set's objects when it began or ended.
     """
 
     way: str = _REPLAY
@@ -91,7 +87,7 @@ class IterableRecord:
     num_samples: int = 0
     num_batches: int = 0
     num_left: int = 0
-    remembered: Values | None = None
+    has_drawn: bool = False
     digest: int = 0
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
@@ -117,7 +113,7 @@ class IterableRecord:
             self.digest,
             self.has_ended,
             self.objects if self.has_ended or not self.num_samples else None,
-            self.remembered,
+            self.has_drawn,
             None if self.source is None else pickle.dumps(self.source.state_dict()),
         )
         return tuple.__new__(_Mark, content)  # `_Mark(...)` is one more function, for each batch
@@ -173,7 +169,6 @@ class IterableSide(IterableDataset[Any]):
         self._worker_states: FollowsIterations | None = None
         self._current = _Current()
         self._way: str | None = None
-        self._plain_values = ValuesOfDataset(dataset)
         self._owed: list[dict[str, object]] = []
         self._unasked: tuple[Iterator[object], Position, IterableRecord] | None = None
         self.record = IterableRecord()
@@ -202,7 +197,7 @@ class IterableSide(IterableDataset[Any]):
     def begin(self, plan: Position | None) -> IterableRecord:
         """Prepare the next iteration in this process, resumed at `plan`."""
         self._plan, self._is_begun = plan, True
-        self.record = IterableRecord(remembered=self.record.remembered)
+        self.record = IterableRecord(has_drawn=self.record.has_drawn)
         return self.record
 
     def begin_in_worker(self, plan: Position | None, worker: FollowsIterations, exactness: Exactness) -> None:
@@ -220,14 +215,12 @@ class IterableSide(IterableDataset[Any]):
         if not (self._is_begun or is_in_worker):
             return _Samples(self, iter(self.user_dataset), None)
         if is_in_worker:
-            self.record = IterableRecord(remembered=self.record.remembered)
+            self.record = IterableRecord(has_drawn=self.record.has_drawn)
         plan, self._plan, self._is_begun = self._plan, None, False
         if plan is not None:
-            self.record.remembered = plan["remembered"]
-            is_known = bool(plan["samples"]) or plan["way"] == _DATASET or plan.get("objects") is not None
-            self._plain_values.expected = None if is_known else plan["remembered"]
-            if not plan["samples"]:
-                self._load(plan.get("objects"))
+            self.record.has_drawn = plan.get("drawn", True)
+            if not plan["samples"] and plan.get("objects"):
+                self._note_lost(self._objects.load_between(plan["objects"]))
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
@@ -244,7 +237,7 @@ class IterableSide(IterableDataset[Any]):
     def _started_over(self) -> Iterator[object]:
         record = self.record
         record.start = self._moment_of_start()
-        record.objects = self._objects.between()
+        record.objects = self._between()
         if self._way == _DATASET:
             record.way, record.source = _DATASET, self.user_dataset
         if self._worker_states is not None:
@@ -343,15 +336,13 @@ class IterableSide(IterableDataset[Any]):
     def _end(self, record: IterableRecord) -> None:
         if record.has_ended:
             return
-        record.has_ended, record.objects = True, self._objects.between()
+        record.has_ended, record.objects = True, self._between()
         self._note_draws(record)
         if self._worker_states is not None:
             self._worker_states.end_iteration(record)
 
-    def _note_sample(self, record: IterableRecord) -> None:
-        self._put_back()
-        if record.num_samples == 1:
-            self._remember(record)
+    def _between(self) -> Mapping[str, object] | None:
+        return None if self._objects.is_fed and self._worker_states is None else self._objects.between()
 
     def _put_back(self) -> None:
         """Restore the trained module as it was before samples were drawn that depended on its earlier state."""
@@ -359,23 +350,16 @@ class IterableSide(IterableDataset[Any]):
         for state in (*owed, *self._objects.after_draws()):
             self._load(state)
 
-    def _load(self, objects: Mapping[str, Any] | None) -> None:
-        for line in self._objects.load_state_dict(objects) if objects else ():
+    def _load(self, objects: Mapping[str, Any]) -> None:
+        self._note_lost(self._objects.load_state_dict(objects) if objects else ())
+
+    def _note_lost(self, lines: Iterable[str]) -> None:
+        for line in lines:
             self._refuse(f"continues without {line}")
 
     def _refuse(self, what: str) -> None:
         name = type(self.user_dataset).__name__
         self._exactness.refuse(f"The iterable data set {name} {what}")
-
-    def _remember(self, record: IterableRecord) -> None:
-        record.remembered, unexpected = self._plain_values.now()
-        if not unexpected:
-            return
-        self._refuse(
-            f"keeps its own state from one iteration to the next: {', '.join(unexpected)}. Started again"
-            " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
-            " load_state_dict, or `set_epoch`; or pass strict=False."
-        )
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> object:
         """Note that all samples of a batch are drawn, then collate it with the user's function."""
@@ -458,7 +442,8 @@ class _Samples(Iterator[object]):
             raise
         record.num_samples += 1
         if record.num_samples == 1 or side._owed:
-            side._note_sample(record)
+            side._put_back()
+            record.has_drawn = True
         record.num_left += 1
         if is_replayed:  # digest it now: training may change a sample that it receives
             record.digest = sample_digest(sample, record.digest)
@@ -467,7 +452,7 @@ class _Samples(Iterator[object]):
 
 def between(position: Position | None) -> Position | None:
     """Return the part of `position` that the following iteration must know."""
-    if position is None or (position["way"] != _DATASET and position["remembered"] is None):  # nothing was ever drawn
+    if position is None or (position["way"] != _DATASET and not position.get("drawn", True)):  # nothing was drawn
         return None
     state = position["state"] if position["way"] == _DATASET else None
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}

@@ -80,24 +80,29 @@ class DatasetObjects:
 
     def __init__(self, dataset: object) -> None:
         self._roots = {"dataset": dataset}
-        self._state = ObjectState(self._roots, COPIES_RULES)
+        self._own = self._state = ObjectState(self._roots, COPIES_RULES)
+        self._own.carry_buffers()
         self._begun: ObjectState | None = None
         self.is_fed = bool(self._state.things_of(_is_trained))
         if self.is_fed:
             self._state = ObjectState(self._roots, _FED_RULES)
             self._state.carry_tensors()  # other code restores these too, so no baseline is that of the first start
-        self._state.carry_buffers()
+            self._state.carry_buffers()
 
     def at_start(self) -> dict[str, object]:
         """Return the state that a new iteration depends on; an empty dict if nothing has changed."""
         return _if_any(self._state.state_dict())
 
-    def between(self) -> dict[str, object] | None:
-        """Return the state that the next iteration depends on; ``None`` if it is part of the trained module's state."""
-        return None if self.is_fed else self._state.state_dict()
+    def between(self) -> dict[str, object]:
+        """Return the state that the next iteration depends on, without modules: other code restores these."""
+        return self._own.state_dict()
+
+    def load_between(self, state: Mapping[str, object]) -> list[str]:
+        """Restore a state of `between`; return a line for each thing that could not be restored."""
+        return self._own.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
-        """Restore a state of `at_start` or `between`; return a line for each thing that could not be restored."""
+        """Restore a state of `at_start`; return a line for each thing that could not be restored."""
         return self._state.load_state_dict(state)
 
     def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, object]]:

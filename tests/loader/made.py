@@ -9,11 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class Drawing(Dataset[Tensor]):
@@ -54,6 +51,17 @@ class Echo(Dataset[str]):
 
     def __getitem__(self, index: Any) -> str:
         return repr(index)
+
+
+class Counts(IterableDataset[int]):
+    """Counts its iterations, next to a module in training."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.policy, self.first, self.count = nn.Linear(1, 1), first, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        yield from range(self.first + self.count, self.first + self.count + 4)
 
 
 class Threaded:

@@ -20,6 +20,7 @@ from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
 from tests.data_sets import SizedStream
 from tests.loader.loops import begun, follow, listed, resumable_loop, seed, small
 from tests.loader.made import (
+    Counts,
     Drawing,
     Eager,
     Echo,
@@ -59,6 +60,7 @@ REPLAYS: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
     "differs early": (lambda: samples(EndsAlike()), lambda: samples(EndsAlike(3)), 14),
     "objects differ early": (lambda: samples(EndsAlike(is_object=True)), lambda: samples(EndsAlike(3, True)), 14),
     "other length": (lambda: batches_of(40), lambda: batches_of(39), 5),
+    "stream": (lambda: DataLoader(Counts()), lambda: DataLoader(Counts(1)), 3),
     "generator of the sampler": (lambda: samples(Equipped(random.Random(1))), lambda: samples(Equipped()), 3),
 }
 
@@ -238,3 +240,9 @@ def test_what_happens_to_reasons(strict: bool | None, caplog: pytest.LogCaptureF
     assert caplog.messages == [*(collected if strict is False else []), "a worker died"]
     of_worker = exactness.of_worker()
     assert (of_worker.strict, of_worker.reasons) == (strict, [])
+
+
+def test_an_argument_without_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Each state belongs to the last batch, whatever number torchdata's loader would have taken."""
+    small(snapshot_every_n_steps=3)
+    assert "snapshot_every_n_steps has no effect in a ResumableDataLoader" in caplog.text

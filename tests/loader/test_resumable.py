@@ -34,7 +34,7 @@ from lightning_faulttolerant.state.packing import pack_blobs
 from tests import data_sets
 from tests.laws.processes import run_ranks
 from tests.loader.loops import assert_resumable, begun, follow, listed, own_draws, resumable_loop, seed, small
-from tests.loader.made import Drawing, DrawsAll, Echo, Negative, Slices, Threaded, generator
+from tests.loader.made import Counts, Drawing, DrawsAll, Echo, Negative, Slices, Threaded, generator
 
 
 class Passes(IterableDataset[int]):
@@ -103,6 +103,7 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "uneven": lambda: {"dataset": data_sets.UnevenStream(), "batch_size": 4},
     "all at once": lambda: {"dataset": data_sets.ManyAtOnceDataset(7)},
     "shrunk data set": lambda: {"sampler": shrunk(), "batch_size": 1},
+    "counts next to a module": lambda: {"dataset": Counts()},
     "worker_init": lambda: {
         "dataset": data_sets.NoisyDataset(7), "worker_init_fn": data_sets.drawing_worker_init
     },
