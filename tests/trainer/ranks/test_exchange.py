@@ -49,6 +49,7 @@ def test_ranks_of_another_node_are_heard_and_hear(tmp_path: Path) -> None:
             line.send({"of": rank})
         while len(heard) < (1 if rank else 3) and time.monotonic() < deadline:
             heard += line.receive()
+            time.sleep(0.001)
         if not rank:
             line.send({"of": 0})
         line.close()
