@@ -177,7 +177,7 @@ add(
     "early stopping that waits", trainer={"val_check_interval": 3, "min_epochs": 2, "max_epochs": 5},
     callbacks=lambda: EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False),
 )  # fmt: skip
-add("monitor of rates", callbacks=lambda: LearningRateMonitor(log_momentum=True, log_weight_decay=True))
+add("monitor of rates", callbacks=lambda: LearningRateMonitor(log_momentum=True))
 
 
 class ShowsSpikes(Callback):
