@@ -45,8 +45,7 @@ class WorkerRing:
         self.num_slots = num_slots
         self.slot_bytes = _STATE + -(-slot_bytes // 8) * 8  # a number that is not aligned is not written at once
         self._process_id = os.getpid()
-        self._bytes: memoryview | None = None
-        self._numbers: memoryview | None = None
+        self._views: tuple[memoryview, memoryview] | None = None  # of bytes and of numbers
         self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8)
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
         for worker in range(num_workers):
@@ -63,25 +62,25 @@ class WorkerRing:
         return worker * self._worker_bytes + _NOTE + _NOTE_BYTES + (count % self.num_slots) * self.slot_bytes
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_bytes": None, "_numbers": None}  # addresses differ in another process
+        return {**vars(self), "_views": None}  # addresses differ in another process
 
-    def _views(self) -> tuple[memoryview, memoryview]:
-        if self._bytes is None or self._numbers is None:
-            self._bytes = _bytes_of(self._memory)
-            self._numbers = self._bytes.cast("q")
-        return self._bytes, self._numbers
+    def _viewed(self) -> tuple[memoryview, memoryview]:
+        if self._views is None:
+            data = _bytes_of(self._memory)
+            self._views = data, data.cast("q")
+        return self._views
 
     def _read(self, offset: int, length: int) -> bytes:
-        return bytes(self._views()[0][offset : offset + length])
+        return bytes(self._viewed()[0][offset : offset + length])
 
     def _write(self, offset: int, data: bytes) -> None:
-        self._views()[0][offset : offset + len(data)] = data
+        self._viewed()[0][offset : offset + len(data)] = data
 
     def _get(self, offset: int) -> int:
-        return int(self._views()[1][offset // 8])
+        return int(self._viewed()[1][offset // 8])
 
     def _set(self, offset: int, number: int) -> None:
-        self._views()[1][offset // 8] = number
+        self._viewed()[1][offset // 8] = number
 
     # In a worker.
 

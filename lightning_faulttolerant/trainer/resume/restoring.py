@@ -135,14 +135,14 @@ class Restoring:
 
     def changes(self) -> Changes:
         """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
-        if self._start is None or self._optimizers is None:
+        if self._start is None or self._optimizers is None or self._settings is None:
             return {}
         self._optimizers.replaced.warn()
         return {
             GROUPS: self._optimizers.groups.state_dict(),
             REPLACED: self._optimizers.replaced.state_dict(),
             GROWN: self._start.grown.state_dict(),
-            **({} if self._settings is None else {CREATED: self._settings.state_dict()}),
+            CREATED: self._settings.state_dict(),
         }
 
     def around_resume_start(
