@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 
 
 class Net(LightningModule):

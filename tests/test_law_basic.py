@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.runs import fit_net
 
 

@@ -220,17 +220,6 @@ class AtomicDirectory:
         self._by_master("commit", lambda: self._commit(path, files, metadata or {}))
         self._prepared = None
 
-    def atomic_symlink(
-        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
-    ) -> None:
-        """Call ``symlink_latest``; this is its original name.
-
-        Args:
-            checkpoint_directory: As in ``symlink_latest``.
-            metadata: As in ``symlink_latest``.
-        """
-        self.symlink_latest(checkpoint_directory, metadata=metadata)
-
     def abort(self, checkpoint_directory: str | os.PathLike[str]) -> None:
         """Give up a prepared directory and delete it; called instead of ``symlink_latest``.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import (
     all as benchmarks,
@@ -27,7 +25,6 @@ from benchmarks import (
     report,
     report_streaming,
     resume,
-    runs,
     samplers,
     save,
     shuffles,
@@ -36,19 +33,6 @@ from benchmarks import (
     streaming,
 )
 from benchmarks.libraries import LIBRARIES
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_trace() -> Iterator[None]:
-    """Put back what a benchmark sets for its whole process: torch's threads, and how much is logged."""
-    num_threads = torch.get_num_threads()
-    loggers = [logging.getLogger(name) for name in runs.LOGGERS]
-    levels = [logger.level for logger in loggers]
-    yield
-    torch.set_num_threads(num_threads)
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
 
 FAST = ("overhead", "save", "order")
 # The arguments of each benchmark, and names of what it has to have measured.

@@ -78,7 +78,7 @@ def test_documented_recipe_works(tmp_path, monkeypatch):
         checkpoint_directory = saver.prepare_checkpoint_directory()
         assert os.path.basename(checkpoint_directory) == f"AtomicDirectory_checkpoint_{epoch}"
         Path(checkpoint_directory, "content.txt").write_text(str(epoch))
-        saver.atomic_symlink(checkpoint_directory)
+        saver.symlink_latest(checkpoint_directory)
         assert recipe(output_directory, saver) == content_of(saver.latest()) == str(epoch)
     assert saver.is_master
     (tmp_path / "elsewhere").mkdir()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.run import Suite, describe, find_files
+from tests.harness.run import Suite, find_files
 
 FILES = {
     "test_good.py": "def test_one(): pass\n\ndef test_two(tmp_path): assert tmp_path.is_dir()\n",
@@ -48,12 +48,6 @@ def test_a_file_that_does_not_come_to_its_end_is_a_failure(tmp_path: Path, name:
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
 
 
-def test_the_first_failure_ends_all_if_that_is_asked_for(tmp_path: Path) -> None:
-    """With pytest's ``-x``, no other file begins after the first failure."""
-    suite = run(tmp_path, "test_bad.py", "test_good.py", num_jobs=1, options=("-x",))
-    assert list(suite.reports) == ["test_bad.py"]
-
-
 def test_a_worker_that_is_spawned_does_not_import_the_runner(tmp_path: Path) -> None:
     """The main module in the test processes contains nothing of the process that forks them."""
     suite = run(tmp_path, "test_main.py")
@@ -68,9 +62,3 @@ def test_what_is_asked_for_is_gathered_by_file() -> None:
     assert find_files(["tests/laws/test_resume.py"])["tests/laws/test_resume.py 2/4"][1:] == ["--part=1/4"]
     with pytest.raises(SystemExit, match="There is no tests/nothing"):
         find_files(["tests/nothing"])
-
-
-def test_outcomes_read_as_pytest_writes_them() -> None:
-    """Programs that read pytest's closing line can read this one."""
-    assert describe({"passed": 3, "failed": 1, "error": 2}) == "1 failed, 3 passed, 2 errors"
-    assert describe({}) == "no tests ran"

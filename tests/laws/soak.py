@@ -149,8 +149,8 @@ class Soak:
         return start
 
     def _left(self, before: set[Path]) -> list[str]:
-        """Return what a start has left behind; what vanishes in ten seconds is another program's semaphore."""
-        for _ in range(100):
+        """Return what a start has left behind; what vanishes in a minute is another program's, or a slow watcher's."""
+        for _ in range(600):
             left = [path.name for path in set(_SHARED_MEMORY.iterdir()) - before if not path.name.startswith("tests-")]
             left += [f"process {each}" for each in _processes_of(self._training.root)]
             if not left:

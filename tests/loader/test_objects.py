@@ -19,7 +19,7 @@ from lightning_faulttolerant import NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader.objects import LoaderObjects, WorkerObjects, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.loader.loops import follow
 
 

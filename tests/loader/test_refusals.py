@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
-from tests.data_sets import SizedStream
+from tests.laws.data_sets import SizedStream
 from tests.loader.loops import begun, follow, listed, resumable_loop, seed, small
 from tests.loader.made import (
     Counts,

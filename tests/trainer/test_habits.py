@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import fork_and_run
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.processes import Script
 from tests.runs import fit_net
 

@@ -22,7 +22,7 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_heartbeats,
 )
 from lightning_faulttolerant.supervision.watch import SIGNAL
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.runs import Net, fit_net, make_trainer
 
 

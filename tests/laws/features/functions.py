@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.laws.rows import Factor, carried, row
 
 RNG = np.random.default_rng(0)

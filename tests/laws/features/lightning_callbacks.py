@@ -96,7 +96,7 @@ ODD = {"make_pruning_permanent": False, "use_lottery_ticket_hypothesis": False}
 BY_LAYER = {"use_global_unstructured": False, "prune_on_train_epoch_end": False}
 for name, arguments in {"pruning": {}, "pruning each layer after validation": {**ODD, **BY_LAYER}}.items():
     every = {"pruning_fn": "l1_unstructured", "amount": 0.25, "parameter_names": ["weight"], **arguments}
-    add(name, module=NormNet, callbacks=lambda every=every: ModelPruning(**every), **THREE)
+    add(name, module=NormNet, callbacks=lambda every=every: ModelPruning(**every), ranks=False, **THREE)
 
 
 @row("module", takes=ALL)

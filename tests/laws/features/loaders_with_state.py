@@ -57,7 +57,7 @@ class KeepsLoader(LightningDataModule):
         self.loader.load_state_dict(state_dict["loader"])
 
 
-add("torchdata in a data module that keeps its state", data=KeepsLoader, **CARRIED)
+add("torchdata in a data module that keeps its state", data=KeepsLoader, ranks=False, **CARRIED)
 
 
 class Prefetching:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.laws.rows import Factor, Net, add, row
 
 
-@row("callbacks", part="objects", shows=("best_of_patience", "mean_so_far"))
+@row("callbacks", part="objects", shows=("best_of_patience", "mean_so_far"), ranks=False)  # by its own losses
 class Patience(Callback):
     """Keeps the best loss and all others, and lowers the rate if there is no better one for a while."""
 

@@ -20,7 +20,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 
 
 class HasNoClass:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.ranks import watch
-from tests.data_sets import NoisyDataset
+from tests.laws.data_sets import NoisyDataset
 from tests.laws.ranks import FOR_RANKS
 from tests.trainer.ranks.stopped_ranks import rank_fit, rank_processes
 
