@@ -206,11 +206,11 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
         OSError: If the file can't be read.
 
     Example:
-        >>> import io, pathlib, pickle
-        >>> data = pickle.dumps({"step": 3, "folder": pathlib.PurePosixPath("/data")})
+        >>> import fractions, io, pickle
+        >>> data = pickle.dumps({"step": 3, "ratio": fractions.Fraction(1, 3)})
         >>> found = describe_pickle(io.BytesIO(data), begin=0, num_bytes=len(data))
-        >>> found["step"], found["folder"].name
-        (3, 'pathlib.PurePosixPath')
+        >>> found["step"], found["ratio"].name
+        (3, 'fractions.Fraction')
     """
     machine = _Machine(FileWindow(file, begin=begin, end=begin + num_bytes))
     try:

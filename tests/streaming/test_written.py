@@ -357,7 +357,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {
     },
     "retry": (lambda out: mds(out, retry=-1), ValueError),
     "max_workers": (lambda out: mds(out, max_workers=0), ValueError),
-    "a misspelled option": (lambda out: mds(out, compresion="zstd"), TypeError),
     "two addresses": (lambda out: MDSWriter(columns=COLUMNS, out=(ADDRESS, ADDRESS)), ValueError),
     "three places": (lambda out: MDSWriter(columns=COLUMNS, out=(str(out), ADDRESS, ADDRESS)), ValueError),
     "bytes in lines": (lambda out: mds(out, CSVWriter, {"a": "bytes"}), TypeError),

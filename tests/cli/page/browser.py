@@ -74,6 +74,7 @@ class Browser:
         ActionChains(self.driver, duration=0).scroll_to_element(element).move_to_element_with_offset(
             element, aside, 0
         ).perform()
+        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
     def picture(self, path, *, width, height):
         """Write the page, from its top, as PNG."""
