@@ -31,7 +31,7 @@ from torch.utils.data import (
 from lightning_faulttolerant import FingerprintMismatchError, InterruptibleSampler, NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader.resumable_run import from_json, to_json
 from lightning_faulttolerant.state.packing import pack_blobs
-from tests import data_sets
+from tests.laws import data_sets
 from tests.laws.processes import run_ranks
 from tests.loader.loops import assert_resumable, begun, follow, listed, own_draws, resumable_loop, seed, small
 from tests.loader.made import Counts, Drawing, DrawsAll, Echo, Negative, Slices, Threaded, generator

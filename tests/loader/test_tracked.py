@@ -16,7 +16,7 @@ from torch.utils.data import (
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.replayer import takes_each_batch_alone
 from lightning_faulttolerant.state.rng import rng_state
-from tests import data_sets
+from tests.laws import data_sets
 from tests.loader.loops import follow, resumable_loop, seed
 from tests.loader.made import (
     Drawing,
