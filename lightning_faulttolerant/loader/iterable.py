@@ -218,7 +218,7 @@ class IterableSide(IterableDataset[Any]):
             self.record = IterableRecord(has_drawn=self.record.has_drawn)
         plan, self._plan, self._is_begun = self._plan, None, False
         if plan is not None:
-            self.record.has_drawn = plan.get("drawn", True)
+            self.record.has_drawn = plan["drawn"]
             if not plan["samples"] and plan.get("objects"):
                 self._note_lost(self._objects.load_between(plan["objects"]))
         if plan is not None and plan["samples"] is None:  # between two iterations
@@ -452,7 +452,7 @@ class _Samples(Iterator[object]):
 
 def between(position: Position | None) -> Position | None:
     """Return the part of `position` that the following iteration must know."""
-    if position is None or (position["way"] != _DATASET and not position.get("drawn", True)):  # nothing was drawn
+    if position is None or (position["way"] != _DATASET and not position["drawn"]):  # nothing was drawn
         return None
     state = position["state"] if position["way"] == _DATASET else None
     return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
