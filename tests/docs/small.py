@@ -42,13 +42,6 @@ class MyModel(LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class ValidatedModel(MyModel):
-    """Also has a validation step."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.layers(batch[0]).square().mean())
-
-
 def my_dataset() -> TensorDataset:
     """Return 12 samples."""
     return TensorDataset(torch.linspace(-1, 1, 48).reshape(12, 4))

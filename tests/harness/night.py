@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -76,14 +78,15 @@ def run(piece: Piece, day: datetime.date) -> tuple[bool, str]:
             lines += _CLOSING_LINE.findall("".join(output)) or [f"make {words[0]}: exit code {process.returncode}"]
     finally:
         for each in beside:
-            each.kill()
+            os.killpg(each.pid, signal.SIGKILL)
     return passed, "; ".join(lines)
 
 
 def _again_and_again(command: str) -> subprocess.Popen[bytes]:
     """Start a suite that makes the machine busy, in a clone of its own."""
     script = f'set -e; cd "$(mktemp -d)"; git clone -q "{ROOT}" busy; cd busy; while :; do make {command} || :; done'
-    return subprocess.Popen(["bash", "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(["bash", "-c", script], stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 def read() -> dict[str, dict[str, str]]:

@@ -123,7 +123,8 @@ def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.
 def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
     """The command that is stopped ends with the code of its script, not with that of the signal."""
     sleeps = "[time.sleep(0.1) for _ in range(600)]"  # a signal just before one long sleep would not end it
-    script = f"import signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); open('ready', 'w'); {sleeps}"
+    # Not open(), whose file would swallow an exit out of the handler while it is closed.
+    script = f"import os, signal, sys, time; signal.signal(15, lambda *_: sys.exit(74)); os.mkdir('ready'); {sleeps}"
     trial = RunningTrial(tmp_path, (*RUN, "--", sys.executable, "-c", script))
     wait_for(trial, (tmp_path / "ready").exists)
     os.kill(trial.process.pid, signal.SIGTERM)
@@ -132,8 +133,7 @@ def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
 
 def begin_shell(directory: Path, script: str) -> RunningTrial:
     """Run a script of the shell, which tells its process id and the directory of the supervisor."""
-    # torch fills in templates: two dollars become one.
-    told = 'echo "[$$$$, \\"$PL_FAULT_TOLERANT_SUPERVISOR\\"]" > told.jsonl'
+    told = 'echo "[$$$$, \\"$PL_FAULT_TOLERANT_SUPERVISOR\\"]" > told.jsonl'  # torch makes one dollar of two
     return RunningTrial(directory, (*RUN, "--shutdown-timeout", "1", "--", "sh", "-c", f"{told}; {script}"))
 
 
