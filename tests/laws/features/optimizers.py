@@ -81,7 +81,8 @@ class ScriptedNorm(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        with warnings.catch_warnings(action="ignore"):  # torch has deprecated it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has deprecated it
             norm = torch.jit.script(nn.BatchNorm1d(8))
         self.layers = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1))
 
