@@ -1,10 +1,12 @@
-"""The documentation is true: its code runs, and its commands exist. `make docs` checks links and references."""
+"""The documentation is true: its code and that in docstrings runs, and its commands exist. `make docs` checks links."""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import os
 import re
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import yaml
 from lightning_faulttolerant import errors
 from tests.docs import sources
 from tests.docs.commands import fault_of
-from tests.docs.pages import PAGES, PRELUDES, Block, blocks, prelude, prose, read
+from tests.docs.pages import PAGES, PRELUDES, ROOT, Block, blocks, prelude, prose, read
 from tests.docs.small import ENVIRONMENT
 from tests.processes import run
 
@@ -131,3 +133,18 @@ def test_each_environment_variable_is_in_the_reference() -> None:
     read_there = {name for text in sources.messages() for name in re.findall(r"PL_FAULT_TOLERANT_[A-Z_]+", text)}
     assert len(read_there) > 2
     assert [name for name in sorted(read_there) if f"`{name}`" not in read("docs/reference/index.md")] == []
+
+
+DOCTESTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in sorted((ROOT / "lightning_faulttolerant").rglob("*.py"))
+    if re.search("^ +>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example prints what its docstring shows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # others can't enter the one of a suite, so it is always trusted
+    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0

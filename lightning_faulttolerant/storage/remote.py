@@ -190,7 +190,10 @@ class RemoteStore:
             try:
                 fs.pipe_file(path, content, mode="create")
             except (NotImplementedError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+                number = error.errno if isinstance(error, OSError) else errno.ENOSYS
+                if number == errno.EINVAL and fs.exists(path):  # what s3fs raises if a store gives no reason
+                    raise FileExistsError(path) from error
+                if number not in (errno.ENOSYS, errno.ENOTSUP):
                     raise
             else:
                 return

@@ -305,13 +305,10 @@ class Writes(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
 
-    def write_on_batch_end(
-        self, trainer: Trainer, module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:  # fmt: skip
+    def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, given: Any, *batch: Any) -> None:
         time.sleep(0.05)  # the ranks have to agree on a stop
-        place = {"batch": [dataloader_idx, batch_idx], "start": len(list(Path().glob("start-*-rank-0.jsonl")))}
-        self.write(**place, given=batch_indices, predicted=prediction["index"].tolist())
+        place = {"batch": [batch[2], batch[1]], "start": len(list(Path().glob("start-*-rank-0.jsonl")))}
+        self.write(**place, given=given, predicted=prediction["index"].tolist())
 
     def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
         loaders = predictions if predictions and isinstance(predictions[0], list) else [predictions]

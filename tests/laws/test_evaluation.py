@@ -129,12 +129,9 @@ class Writer(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
 
-    def write_on_batch_end(
-        self, trainer: Trainer, module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:  # fmt: skip
-        path = Path(f"written-{trainer.global_rank}-{dataloader_idx}-{batch_idx}.txt")
-        path.write_text(digest(prediction, list(batch_indices)))
+    def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, given: Any, *batch: Any) -> None:
+        path = Path(f"written-{trainer.global_rank}-{batch[2]}-{batch[1]}.txt")
+        path.write_text(digest(prediction, list(given)))
 
     def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
         text = f"{digest(predictions)} {list(batch_indices)}"

@@ -96,6 +96,14 @@ def test_budget_skips_saves_while_a_thread_writes(tmp_path: Path) -> None:
     assert seen(training.start(async_save=True, **BUDGET)) == ([1] * 6, 1)
 
 
+def test_what_a_kill_repeats_is_told_when_it_is_known(tmp_path: Path) -> None:
+    """A number of steps at once; a time after the first save of the process, which shows what one costs."""
+    training = Training(group=PLAIN, root=tmp_path)
+    rarely = {**BUDGET, "overhead_budget": 1e-6}
+    starts = [training.start(Cut(at=(0, 2)), **each) for each in (rarely, rarely, {"every_n_train_steps": 2})]
+    assert [re.findall(r"repeats at most (\w+)", start.output) for start in starts] == [["about"], [], ["2"]]
+
+
 def kept(root: Path) -> list[tuple[int, int]]:
     """Return epoch and batch of each autosave that is kept for good."""
     found = (re.search(r"epoch=(\d+)-batch=(\d+)-kept", path.name) for path in autosaves(root))
@@ -448,6 +456,7 @@ VALIDATION = Cut(at=(0, 5), hook="validation", by=signal.SIGTERM)
 OUTAGES: dict[str, tuple[tuple[int, int], tuple[int, int], Cut | None, int, dict[str, Any]]] = {
     "for a while": ((0, 2), (1, 1), None, 0, {}),
     "when the fit ends": ((1, 3), (9, 9), None, 0, {}),
+    "at a stop": ((0, 3), (9, 9), Cut(at=(0, 5), by=signal.SIGTERM), 74, {}),
     "at a stop in validation": ((0, 3), (9, 9), VALIDATION, 74, {}),
     "at an error": ((0, 3), (9, 9), Cut(at=(0, 5), by=0), 1, BUDGET),
     "in the background": ((0, 2), (1, 1), None, 0, {"async_save": True, "every_n_train_steps": 3}),

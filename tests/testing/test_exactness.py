@@ -1,4 +1,4 @@
-"""`assert_resumes_exactly` works in a plain script, without pytest."""
+"""`assert_resumes_exactly` counts what an interruption costs, and works in a plain script, without pytest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.harness import python
+from tests.runs import fit_net
 
 _SCRIPT = """
 import torch
@@ -41,3 +45,25 @@ def test_runs_of_a_plain_script_do_not_find_each_other(tmp_path: Path) -> None:
     assert exit_code == 0, output
     assert output.count("Interruption(") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_killed_in_the_middle_of_an_epoch() -> None:
+    """A run that is killed in the middle of an epoch continues exactly."""
+    [cost] = assert_resumes_exactly(fit_net, [KillAt(4)], options={"every_n_train_steps": 1})
+    assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (-9, 0, 4, 1)
+
+
+class Fails(Callback):
+    """Raises an error before the third batch."""
+
+    num_begun = 0
+
+    def on_train_batch_start(self, *_):
+        self.num_begun += 1
+        assert self.num_begun < 3
+
+
+def test_a_fault_counts_what_happens_in_its_process() -> None:
+    """A user's callback that interrupts a run does not continue with it."""
+    costs = assert_resumes_exactly(fit_net, [Fails(), Fails()], options={"every_n_train_steps": 1})
+    assert [cost.batch for cost in costs] == [2, 4]
