@@ -51,11 +51,14 @@ def start_listening(
         start_new_session=True,
     )
     try:
-        wait_for(port)
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return server
+            assert server.poll() is None, f"{command[0]} has ended"
+            time.sleep(0.05)
     except BaseException:
         server.kill()
         raise
-    return server
 
 
 def free_port() -> int:
@@ -74,13 +77,3 @@ def client(endpoint: str) -> Any:
     session = botocore.session.get_session()
     session.set_credentials("testing", "testing")
     return session.create_client("s3", endpoint_url=endpoint, region_name="us-east-1")
-
-
-def wait_for(port: int) -> None:
-    """Wait until a server accepts connections at a port of this machine."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.05)
-    raise TimeoutError(f"no server listens at port {port}")

@@ -239,12 +239,16 @@ def test_whether_a_held_lock_is_taken(remote_url, caplog, theirs, what):
         meanwhile.join()
 
 
-def test_who_loses_a_race_is_refused(remote_url, s3, monkeypatch):
-    """Of two that create the lock at the same time, the one whose lock does not stay does not begin."""
+def test_s3_itself_refuses_the_second_lock(s3, monkeypatch):
+    """The request that creates the lock has the condition that there is none."""
     put_lock(f"{s3}/other")
     with requests_to_s3(monkeypatch) as requests:
         error_of(FileExistsError, lambda: RemoteStore(f"{s3}/other").create(LOCK_NAME, b"mine"))
-    assert [arguments["IfNoneMatch"] for _, arguments in requests] == ["*"], "S3 itself refuses the second one"
+    assert [arguments["IfNoneMatch"] for _, arguments in requests] == ["*"]
+
+
+def test_who_loses_a_race_is_refused(remote_url, monkeypatch):
+    """Of two that create the lock at the same time, the one whose lock does not stay does not begin."""
     real = RemoteStore.create
 
     def create_too_late(self, name, content):
