@@ -115,7 +115,10 @@ def begin_of(whole: list[Event], call: Call) -> int:
     of_epoch = [i for i, event in enumerate(whole) if event["kind"] == kind and event["epoch"] == epoch]
     if batch not in (None, LAST):
         of_epoch = [i for i in of_epoch if whole[i]["batch"] == batch]
-    return of_epoch[-1] + (hook in AFTER)
+    begin = of_epoch[-1] + (hook in AFTER)
+    while kind == "batch" and whole[begin - 1]["kind"] == "log" and whole[begin - 1]["step"] == whole[begin]["step"]:
+        begin -= 1  # what a callback logs when the batch begins
+    return begin
 
 
 REFUSED = {"exponential average", "torchdata in a data module that keeps its state"}
