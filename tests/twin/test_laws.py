@@ -11,15 +11,15 @@ import pytest
 
 from tests.twin.translated import PACKAGE, first_case
 
-NUM_GROUPS, NUM_FAST_GROUPS = 12, 3
+NUM_GROUPS, NUM_FAST_GROUPS = 12, 2
 LAWS = [
-    "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_of_an_interrupted_run",
     "laws.test_saving.test_what_an_end_costs",
     "laws.test_evaluation.test_scripts_of_several_functions",
     "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
+    "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_stay_with_the_first_start",
     "laws.test_files.test_start_from_its_own_file",
     "laws.test_ranks.test_ranks_continue",

@@ -137,7 +137,7 @@ def begin_shell(directory: Path, script: str) -> RunningTrial:
     return RunningTrial(directory, (*RUN, "--shutdown-timeout", "1", "--", "sh", "-c", f"{told}; {script}"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_further_signals_do_not_save_the_processes_from_their_end(tmp_path: Path, signum: signal.Signals) -> None:
     """A script that ignores them is killed when its time is over, however many signals come until then."""
     trial = begin_shell(tmp_path, "trap '' TERM INT; touch ready; while true; do sleep 0.1; done")
