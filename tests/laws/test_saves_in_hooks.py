@@ -121,8 +121,10 @@ def begin_of(whole: list[Event], call: Call) -> int:
     return begin
 
 
-REFUSED = {"exponential average", "torchdata in a data module that keeps its state"}
-"""Rows that swap weights, or keep a state of another moment: a save of a hook in a validation is refused."""
+REFUSED = {
+    "exponential average", "torchdata in a data module that keeps its state", "Draws", "ReturnsItsAttributes",
+}  # fmt: skip
+"""Rows whose files are rightly refused: they change weights in that hook, keep another moment, or are unsafe."""
 
 
 def is_quiet(row: Row) -> bool:
