@@ -25,7 +25,7 @@ from lightning_faulttolerant.loader.data_sets import refills_its_buffer
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators
 from lightning_faulttolerant.loader.index_record import RandomStates, moments_state, states_now
-from lightning_faulttolerant.loader.objects import DatasetObjects
+from lightning_faulttolerant.loader.objects import ATTRIBUTES, DatasetObjects
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -170,7 +170,7 @@ class IterableSide(IterableDataset[Any]):
         self._current = _Current()
         self._way: str | None = None
         self._owed: list[dict[str, object]] = []
-        self._unasked: tuple[Iterator[object], Position, IterableRecord] | None = None
+        self._unasked: tuple[Position, IterableRecord, Mapping[str, object]] | None = None
         self.record = IterableRecord()
 
     @property  # type: ignore[misc]
@@ -222,13 +222,12 @@ class IterableSide(IterableDataset[Any]):
             if not plan["samples"] and plan.get("objects"):
                 self._note_lost(self._objects.load_between(plan["objects"]))
         if plan is not None and plan["samples"] is None:  # between two iterations
-            if plan["state"] is not None:
-                self.user_dataset.load_state_dict(plan["state"])
+            if plan["state"] is not None and self._has_loaded(plan):
                 self._ask(iter(self.user_dataset), plan["state"])
             plan = None
         if plan is not None and is_in_worker and not plan["samples"] and not plan["ended"]:
             if plan["way"] == _DATASET:
-                self.user_dataset.load_state_dict(plan["state"])
+                self._has_loaded(plan)
             plan = None  # this worker's current random states are those of its beginning
         samples = self._started_over() if plan is None else self._resumed(plan)
         self.record.note_position()
@@ -258,11 +257,11 @@ class IterableSide(IterableDataset[Any]):
         if record.start is not None:
             self._restore(record.start)
         self._objects.begin_draws()
-        if record.way == _DATASET:
-            self.user_dataset.load_state_dict(plan["state"])
+        attributes = dict(vars(self.user_dataset)) if plan.get(ATTRIBUTES) else {}
+        has_loaded = record.way == _DATASET and self._has_loaded(plan)
         samples = iter(self.user_dataset)
-        if record.way == _DATASET and self._worker_states is None:
-            self._unasked = samples, plan, record
+        if has_loaded and self._worker_states is None:
+            self._unasked = plan, record, attributes
         elif record.way == _ITERATOR:
             samples.load_state_dict(plan["state"])
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
@@ -280,12 +279,26 @@ class IterableSide(IterableDataset[Any]):
                 self._worker_states.end_iteration(record)
         return _Samples(self, samples, record)
 
+    def _has_loaded(self, plan: Position) -> bool:
+        """Load a position's state, unless that of no iteration is there already: after a load, one would continue."""
+        is_there = not plan["samples"] and self._is_there(plan)
+        if not is_there:
+            self.user_dataset.load_state_dict(plan["state"])
+        return not is_there
+
+    def _is_there(self, plan: Position) -> bool:
+        return sample_digest(self.user_dataset.state_dict()) == sample_digest(plan["state"])
+
     def end_resumed(self) -> None:
         """End the iteration that was resumed, if no sample of it was left: a generator has not even begun."""
         if self._unasked is not None:
-            samples, plan, record = self._unasked
+            plan, record, attributes = self._unasked
             if record is self.record and record.num_samples == plan["samples"]:
-                self._ask(samples, plan["state"])
+                vars(self.user_dataset).update(attributes)
+                self._objects.load_attributes(plan)
+                if not (attributes and self._is_there(plan)):
+                    self.user_dataset.load_state_dict(plan["state"])
+                    self._ask(iter(self.user_dataset), plan["state"])
         self._unasked = None
 
     def _ask(self, samples: Iterator[object], state: object) -> None:
@@ -380,6 +393,11 @@ class IterableSide(IterableDataset[Any]):
             after = self._states()
             if after is not before:
                 record.log.note(at, before, after)
+
+    def position_after(self, record: IterableRecord, num_batches: int) -> Position:
+        """Return the position of an iteration after `num_batches`, with what an end of it there would need."""
+        attributes = self._objects.attributes() if record is self.record and record.num_batches == num_batches else {}
+        return {**record.position_after(num_batches), **attributes}
 
     def between(self) -> Position | None:
         """Return what the next iteration must know about the previous ones."""

@@ -35,7 +35,7 @@ from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import is_global, names_in_libraries
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
-_SAMPLER, _DATASET = "sampler", "dataset"
+_SAMPLER, _DATASET, ATTRIBUTES = "sampler", "dataset", "attributes"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")
 
 
@@ -60,12 +60,8 @@ def _is_no_part(value: object) -> bool:
 
 COPIES_RULES = Rules(is_live=_is_no_part, goes_by_attributes=goes_by_attributes, left_out=_left_out, drops_saved=True)
 """Rules for objects that workers copy: they exclude modules, and include of loaders only a user class's additions."""
-_FED_RULES = Rules(
-    is_live=lambda value: isinstance(value, DataLoader),
-    goes_by_attributes=goes_by_attributes,
-    left_out=_left_out,
-    drops_saved=True,
-)
+_SAMPLER_RULES = replace(COPIES_RULES, is_live=lambda value: isinstance(value, Dataset) or _is_no_part(value))
+_FED_RULES = replace(COPIES_RULES, is_live=lambda value: isinstance(value, DataLoader))
 
 
 class DatasetObjects:
@@ -82,6 +78,8 @@ class DatasetObjects:
         self._roots = {"dataset": dataset}
         self._own = self._state = ObjectState(self._roots, COPIES_RULES)
         self._own.carry_buffers()
+        rules = replace(COPIES_RULES, is_live=lambda value: value is not dataset and _is_no_part(value))
+        self._attributes = ObjectState(self._roots, rules) if is_iterated(dataset) else None
         self._begun: ObjectState | None = None
         self.is_fed = bool(self._state.things_of(_is_trained))
         if self.is_fed:
@@ -95,11 +93,21 @@ class DatasetObjects:
 
     def between(self) -> dict[str, object]:
         """Return the state that the next iteration depends on, without modules: other code restores these."""
-        return self._own.state_dict()
+        return {**self._own.state_dict(), **self.attributes()}
 
-    def load_between(self, state: Mapping[str, object]) -> list[str]:
+    def load_between(self, state: Mapping[str, Any]) -> list[str]:
         """Restore a state of `between`; return a line for each thing that could not be restored."""
-        return self._own.load_state_dict(state)
+        self.load_attributes(state)
+        return self._own.load_state_dict({name: value for name, value in state.items() if name != ATTRIBUTES})
+
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes of a data set with ``load_state_dict``, which would let an iteration continue."""
+        return {} if self._attributes is None else {ATTRIBUTES: self._attributes.state_dict()}
+
+    def load_attributes(self, state: Mapping[str, Any]) -> None:
+        """Restore what `attributes` has returned, as far as possible: the data set's state says whether that is all."""
+        if self._attributes is not None and ATTRIBUTES in state:
+            self._attributes.load_state_dict(state[ATTRIBUTES])
 
     def load_state_dict(self, state: Mapping[str, object]) -> list[str]:
         """Restore a state of `at_start`; return a line for each thing that could not be restored."""
@@ -152,19 +160,12 @@ class LoaderObjects:
     """
 
     def __init__(self, loader: DataLoader[object], *, known: LoaderObjects | None = None) -> None:
-        rules = Rules(
-            is_live=lambda value: isinstance(value, Dataset) or _is_no_part(value),
-            goes_by_attributes=goes_by_attributes,
-            left_out=_left_out,
-            drops_saved=True,
-        )
         self._dataset = loader.dataset
         self._owed_memory: Mapping[str, object] = {}
-        self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, rules)
+        self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, _SAMPLER_RULES)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
         if known is not None and known._dataset is loader.dataset:
-            self._copied: ObjectState = known._copied
-            self._shared: ObjectState = known._shared
+            self._copied, self._shared = known._copied, known._shared
             self._copied.add(roots)
         else:
             self._copied = ObjectState({**roots, **users_namespaces(roots)}, COPIES_RULES)
@@ -225,7 +226,6 @@ _LIVE_RULES = Rules(
     left_out=_left_out_of_live,
 )
 _NO_PART = (nn.Module, nn.Parameter, torch.optim.Optimizer, DataLoader)  # not part of what a loader reads in globals
-_NEAR = replace(_LIVE_RULES, max_items=1_000)  # no iterators are kept among this many items
 
 
 class LiveObjects:
@@ -328,7 +328,7 @@ def torch_loaders_in(loader: object) -> dict[str, DataLoader[object]]:
 
 
 def _things_in(roots: Mapping[str, object]) -> dict[str, Any]:
-    return graph_of(roots, _NEAR, lambda one: None, with_contents=False).things
+    return graph_of(roots, replace(_LIVE_RULES, max_items=1_000), lambda one: None, with_contents=False).things
 
 
 def _is_live(value: object) -> bool:

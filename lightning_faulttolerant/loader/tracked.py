@@ -405,7 +405,7 @@ class TrackedLoader:
             state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
             held = None if self.num_workers else iteration.iterable
-            position = None if held is None else held.position_after(consumed)
+            position = None if held is None else self.iterable.position_after(held, consumed)
             state["iterable"] = {"epoch": self.iterable.user_epoch, "position": position}
         return state
 

@@ -154,12 +154,16 @@ def test_saved_in_a_hook(group: Group) -> None:
     check(group, continues_from)
 
 
-@pytest.mark.parametrize("name", ["iter that unpacks", "stream with a state"])
-def test_saved_when_batches_are_used_up(name: str) -> None:
+LIMITED = Row(name="limited", trainer={"limit_train_batches": 6})
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("iter that unpacks", ()), ("stream with a state", ()), ("stream with a state", (LIMITED,))]
+)
+def test_saved_when_batches_are_used_up(name: str, more: tuple[Row, ...]) -> None:
     """What a generator of the user's would do at its next batch isn't owed to the next epoch."""
-    assert_continues_from(
-        Group(rows=(all_rows()[name],)), [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)]
-    )
+    group = Group(rows=(all_rows()[name], *more))
+    assert_continues_from(group, [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)])
 
 
 SOME = [call for call in CALLS if call[1:] in ((0, LAST), (0, None))]
