@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.errors import NotExactError, UnsafeCheckpointError
 from tests.harness import warm
 from tests.laws.cuts import Cut
 from tests.laws.events import Broken, Event, read, slice_of
@@ -161,8 +161,8 @@ class Soak:
     def _is_refused(self, start: Start) -> bool:
         """Return whether a start says that it can't continue exactly; a full disk keeps our part out of checkpoints."""
         is_announced = "NOT EXACT" in start.output and "full disk" in self._trial.kinds
-        name = f"{NotExactError.__module__}.{NotExactError.__name__}"
-        refusals = [line for line in start.output.splitlines() if line.startswith(name)]
+        names = tuple(f"{kind.__module__}.{kind.__name__}" for kind in (NotExactError, UnsafeCheckpointError))
+        refusals = [line for line in start.output.splitlines() if line.startswith(names)]
         if refusals:
             print(f"refused: {self._trial.rows}, {self._trial.num_ranks} ranks: {refusals[0][:300]}", flush=True)
         return is_announced or bool(refusals)
