@@ -135,7 +135,7 @@ soak: $(NEWEST)  ## train random features, struck at random moments, for HOURS; 
 	$(BIN)/python -m tests.laws.soak --hours $(HOURS) $(if $(TRIAL),--trial $(TRIAL))
 
 # Only the tests that need Lightning: `make test` runs the others with the same torch.
-OLDEST_TESTS := laws trainer examples cli/test_inspection.py loader/test_resumable.py testing test_docs.py test_package.py
+OLDEST_TESTS := laws trainer examples loader/test_resumable.py testing test_docs.py test_package.py
 oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" --part $(PART) $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
