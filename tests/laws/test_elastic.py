@@ -161,7 +161,7 @@ def run(root: Path, *legs: Leg, seed: int = 7) -> Training:
         training.more = lambda number=number: [Book(number)]  # type: ignore[misc]
         start = training.start(leg.cut)
         code = leg.cut.exit_code if leg.cut else leg.code
-        assert start.codes == [code] * leg.num_ranks, start.output
+        assert {*start.codes} - {-TERM} == {code}, start.output  # when one rank has failed, the others are ended
     return training
 
 
