@@ -87,7 +87,7 @@ class ScriptedNorm(Net):
         self.layers = nn.Sequential(nn.Linear(4, 8), norm, nn.Linear(8, 1))
 
 
-@row("module", takes=("optimizer", "layers"))
+@row("module", takes=("optimizer", "layers"), ranks=False)
 class ManyClosures(Net):
     """LBFGS evaluates its closure again and again, and keeps lists of tensors."""
 
