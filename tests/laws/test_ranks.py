@@ -291,7 +291,7 @@ def test_rows_on_two_ranks(group: Group) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="LBFGS keeps each rank's own loss, and a resume has that of rank 0: not yet mended")
+@pytest.mark.xfail(strict=True, reason="LBFGS keeps each rank's loss; a resume has that of rank 0; not yet mended")
 def test_known_fault_on_two_ranks() -> None:
     """Once it continues, the row may have ranks."""
     resumes_on_two(Group(rows=(all_rows()["ManyClosures"], all_rows()["accumulation by epoch"])))

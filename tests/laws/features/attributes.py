@@ -93,11 +93,10 @@ class Collections(Factor):
 class ValidationLosses(Factor):
     """Keeps its validation losses, and slows down with the best; the first step, of the sanity check, draws a table."""
 
-    table: Tensor | None = None
-
     def __init__(self) -> None:
         super().__init__()
         self.validation_losses: list[float] = []
+        self.table: Tensor | None = None
 
     def factor(self, loss: Tensor) -> float:
         drawn = 0.0 if self.table is None else float(self.table[0])
