@@ -164,12 +164,12 @@ class LoaderObjects:
         self._owed_memory: Mapping[str, object] = {}
         self._sampler = ObjectState({_SAMPLER: index_sampler(loader)}, _SAMPLER_RULES)
         roots = {name: getattr(loader, name, None) for name in _COPIED}
-        if known is not None and known._dataset is loader.dataset:
-            self._copied, self._shared = known._copied, known._shared
-            self._copied.add(roots)
-        else:
+        if known is None or known._dataset is not loader.dataset:
             self._copied = ObjectState({**roots, **users_namespaces(roots)}, COPIES_RULES)
             self._shared = ObjectState(self._copied.things_of(is_shared))
+        else:
+            self._copied, self._shared = known._copied, known._shared
+            self._copied.add(roots)
 
     def of_start(self) -> dict[str, object]:
         """Return the changes on the sampler and on everything that it may read."""
