@@ -169,7 +169,7 @@ def test_saved_when_batches_are_used_up(name: str, more: tuple[Row, ...]) -> Non
 SOME = [call for call in CALLS if call[1:] in ((0, LAST), (0, None))]
 
 
-@pytest.mark.parametrize(("kind", "calls"), [(Callback, CALLS), (LastOfAll, SOME)], ids=["in order", "last of all"])
+@pytest.mark.parametrize(("kind", "calls"), [(LastOfAll, SOME), (Callback, CALLS)], ids=["last of all", "in order"])
 def test_saved_in_each_hook(kind: type[Callback], calls: list[Call]) -> None:
     """In a plain training, each of the hooks may save, whether Lightning calls it in order or after all others."""
     enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
