@@ -1,4 +1,4 @@
-"""Helpers that the tests of ledgers share: they ask for a ledger, and read it."""
+"""Helpers that tests share: they ask for a ledger, and read it, or the history of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.cli.found import find_checkpoints
+from lightning_faulttolerant.cli.histories import runs_of
+from lightning_faulttolerant.records import history, ledger
 from lightning_faulttolerant.records.ledger import END, FIT
 from lightning_faulttolerant.records.lines import Line, read_lines
 
@@ -44,3 +46,10 @@ def read_ledger(path: str | os.PathLike[str]) -> list[FitLines]:
         if fits:  # otherwise the line before it is torn
             fits[-1].append(line)
     return fits
+
+
+def chapter_of(directory: Path | str) -> history.Chapter:
+    """Return the only chapter of the only run below a directory."""
+    [found] = runs_of(find_checkpoints(str(directory)))
+    [chapter] = found.history.chapters
+    return chapter

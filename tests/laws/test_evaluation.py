@@ -32,7 +32,6 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.testing import leave_out_part
-from tests.histories import chapter_of
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset, Stream
 from tests.laws.events import different_names, digest
@@ -40,6 +39,7 @@ from tests.laws.files import contents
 from tests.laws.ranks import FOR_RANKS, Slowly, fsdp2, rank_here
 from tests.laws.rows import Group, Net, Row, rows_of
 from tests.laws.runs import Script, Training, assert_continues, assert_same
+from tests.ledgers import chapter_of
 from tests.messages import plain
 
 # Lightning's advice: evaluations that shuffle must continue, too.

@@ -121,9 +121,7 @@ def begin_of(whole: list[Event], call: Call) -> int:
     return begin
 
 
-REFUSED = {
-    "exponential average", "torchdata in a data module that keeps its state", "Draws", "ReturnsItsAttributes",
-}  # fmt: skip
+REFUSED = {"exponential average", "torchdata in a data module that keeps its state", "Draws", "ReturnsItsAttributes"}
 """Rows whose files are rightly refused: they change weights in that hook, keep another moment, or are unsafe."""
 
 

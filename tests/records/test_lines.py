@@ -24,6 +24,14 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path, kept: int) -> None:
     assert read_lines(path) == list(each_line(path)) == [{"a": "1\n2"}, {"c": 3}]
 
 
+def test_a_link_is_not_followed_for_writing(tmp_path: Path) -> None:
+    """Others may have put it there: what it points to is not written."""
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    with pytest.raises(PermissionError, match="It is a link"):
+        append_line(tmp_path / "link", {})
+    assert not (tmp_path / "victim").exists()
+
+
 def test_what_is_no_object_is_passed_over() -> None:
     """Lines of other JSON values, or without JSON, do not count."""
     assert parse_lines(b"[1]\nnull\n\n\xff\n" + 100_000 * b"[" + b'\n{"a": 1}\n{"b"') == [{"a": 1}]

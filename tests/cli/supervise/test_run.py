@@ -18,7 +18,7 @@ from lightning_faulttolerant.cli.run import OTHERS_ENDED
 from lightning_faulttolerant.processes import is_running
 from tests.cli.supervise.supervised import RUN, RunningTrial, Trial, begin, undisturbed
 from tests.cli.supervise.training import NUM_BATCHES, NUM_EPOCHS, Plan
-from tests.histories import chapter_of
+from tests.ledgers import chapter_of
 
 pytestmark = pytest.mark.timeout(300)
 RAISES = Plan(kind="exception")
