@@ -98,7 +98,7 @@ class DatasetObjects:
     def load_between(self, state: Mapping[str, Any]) -> list[str]:
         """Restore a state of `between`; return a line for each thing that could not be restored."""
         self.load_attributes(state)
-        return self._own.load_state_dict({name: value for name, value in state.items() if name != ATTRIBUTES})
+        return self._own.load_state_dict(state)
 
     def attributes(self) -> dict[str, object]:
         """Return the attributes of a data set with ``load_state_dict``, which would let an iteration continue."""
