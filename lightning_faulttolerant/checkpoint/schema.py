@@ -161,7 +161,7 @@ class CheckpointPart(_Saved, total=False):
     opaque: Mapping[str, object]
     pickled: Mapping[str, object]
     # Checkpoints that other code saves.
-    behind: list[str]
+    pending: list[str]
     inexact: list[str]
     sums: Mapping[str, list[int]]
     schedulers: list[object]

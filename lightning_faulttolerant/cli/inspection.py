@@ -38,7 +38,7 @@ BLOBS = "blobs"
 _REFERENCE = "blob"
 # These parts are shown under their own names; the others are shown only with their sizes.
 _SHOWN = (
-    *("version", "world_size", "position", "run", "origin", "inexact", "behind", "skipped", "not_exact"),
+    *("version", "world_size", "position", "run", "origin", "inexact", "pending", "skipped", "not_exact"),
     *("surroundings", "fingerprint"),
 )
 _SIZED = ("ranks", "states", "opaque", "pickled")
@@ -363,7 +363,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
         yield _line("not exact", reason)
     for path, reason in part["lost"].items():
         yield _line("without", f"{path}: {reason}")
-    for hook in _items(part["behind"]):
+    for hook in _items(part["pending"]):
         yield _line("hooks to run", hook)
     for name, num_bytes in part["opaque"].items():
         yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")

@@ -17,7 +17,7 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
   restoring), ``restored``, ``not_exact``, ``notes`` (lists of strings).
   A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
-  taken), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written in the background),
+  taken), ``seconds`` (that training waited for it), ``bytes``, ``in_background`` (whether it was written so),
   ``slow``: the ranks that were slow over the last three autosaves (``rank``, ``section``, ``slower``, ``number``).
 - ``autosaves``: replaces several older autosaves when the file is shortened. ``number``; ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.

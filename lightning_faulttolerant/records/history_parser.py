@@ -292,7 +292,7 @@ def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
         place=place,
         seconds=seconds,
         num_bytes=_whole(line.get("bytes")),
-        is_in_background=line.get("behind") is True,
+        is_in_background=line.get("in_background") is True,
         name=_text(line, "name"),
         number=number,
         longest=most,

@@ -58,7 +58,7 @@ class ResumedEpoch:
         self._loaders = loaders
         self._run_state = run_state
         self._where = where
-        self._owed = list(resume.owed("behind") or ())
+        self._owed = list(resume.owed("pending") or ())
         self._before_validation = resume.owed("before_validation")
         self._is_ending = False
         # A validation run or the end of the epoch may still be owed when all steps are done.

@@ -53,7 +53,7 @@ def lossy() -> dict[str, Any]:
     """Return a checkpoint of two ranks that says what a resume from it would lack."""
     lost = {"objects": {"lost": {"module.turns": "an iterator"}}, "more": torch.zeros(10)}
     other = difference({"objects": {"lost": {"module.rows": "a generator"}}}, digests_of(lost))
-    said = {"inexact": ["the hook of Other"], "behind": ["Mine.on_train_batch_end"]}
+    said = {"inexact": ["the hook of Other"], "pending": ["Mine.on_train_batch_end"]}
     return checkpoint(world_size=2, ranks=[lost, other], **said)
 
 
@@ -90,7 +90,7 @@ def test_json_sums_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert [sorted(state) for state in ranks] == [["flags", "metrics", "rng"], ["flags", "metrics", "more", "rng"]]
     assert (ranks[0]["rng"], ranks[1]["more"]) == (185, 40)
     shown = json.loads(call(capsys, "inspect", save(tmp_path / "b.ckpt", lossy()), "--json").out)["fault_tolerance"]
-    assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], ["Mine.on_train_batch_end"])
+    assert (shown["inexact"], shown["pending"]) == (["the hook of Other"], ["Mine.on_train_batch_end"])
     assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator"}
 
 
@@ -114,7 +114,7 @@ STRANGE = {
     "keys of all kinds": {1: 2, (3, 4): 5, None: float("nan"), "part": float("inf")},
     "numbers that JSON has not": checkpoint(run=float("nan"), origin=float("-inf")),
     "our part is a list": {"lightning_faulttolerant": [1]},
-    "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[], inexact="no", behind=7),
+    "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[], inexact="no", pending=7),
     "large numbers": checkpoint(run=1 << 5000, version=-(1 << 70)),
     "blobs out of range": checkpoint(
         ranks=[{"rng": {"blob": 99}, "held": {"blob": -1}, "blobs": {"lengths": ["x", 10**30]}}]

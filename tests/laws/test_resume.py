@@ -85,7 +85,7 @@ def test_together(names: tuple[str, ...]) -> None:
 
 
 def test_an_iteration_that_a_limit_ends(tmp_path: Path) -> None:
-    """The next one begins anew, whatever the data set's ``load_state_dict`` would continue."""
+    """The next one starts again, whatever the data set's ``load_state_dict`` would continue."""
     group = Group(rows=(all_rows()["stream with a state"], Row(name="limited", trainer={"limit_train_batches": 6})))
     cuts = [Cut(at=(0, 5), hook="validation", by=signal.SIGTERM), Cut(at=(1, 0))]
     assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)

@@ -104,7 +104,7 @@ class Story:
         if self.inside is not None or self.function != "fit":
             self.seconds_evaluated += written_in
         self.num_autosaves += 1
-        waited = {"taken": taken, "seconds": seconds, "behind": written_in > 0, "bytes": num_bytes}
+        waited = {"taken": taken, "seconds": seconds, "in_background": written_in > 0, "bytes": num_bytes}
         return self._add(AUTOSAVE, **{**place, **waited, "name": self.newest, **more})
 
     def alive(self) -> Story:

@@ -402,7 +402,7 @@ class Resume:
         return self._content.state.get(name) or {}
 
     def owed(self, name: str) -> Any:
-        """Return what the checkpoint notes about a hook that was running: ``behind``, ``before_validation``."""
+        """Return what the checkpoint notes about a hook that was running: ``pending``, ``before_validation``."""
         return None if self._content.part is None else self._content.part.get(name)
 
     @property

@@ -259,7 +259,7 @@ class HistoryWriter:
             taken=round(time.time() - (perf_counter() - taken), 3),
             seconds=round(seconds, 6),
             bytes=None if series is None else series.num_bytes.get(path),
-            behind=is_in_background,
+            in_background=is_in_background,
             **({"data": round(self.times.data_taken, 3)} if self._function == FIT else {}),
             **({"slow": [asdict(each) for each in self.times.slow]} if self.times.slow else {}),
         )

@@ -429,7 +429,7 @@ def _sum(one: Line | None, other: Line) -> Line:
 def _began(autosave: Line) -> object:
     """Return when training began to wait for an autosave. A capture may have been taken long before."""
     taken = autosave.get("taken", autosave.get("time"))
-    if autosave.get("behind") is True or not isinstance(taken, (int, float)):
+    if autosave.get("in_background") is True or not isinstance(taken, (int, float)):
         return taken
     return _number(autosave, "time") - _number(autosave, "seconds")
 

@@ -310,7 +310,7 @@ class CheckpointContents:
         part = self._part_of_all(ranks, save.position, state, checkpoint, save.instead)
         if part is not None:
             checkpoint[KEY] = part
-            part["behind"], part["inexact"] = list(save.pending), list(inexact)
+            part["pending"], part["inexact"] = list(save.pending), list(inexact)
             part["sums"] = sums_of_states(without_shards(dumped) if has_shards(self._trainer.strategy) else dumped)
             states = checkpoint.get("lr_schedulers", [])
             if save.instead is not None:
