@@ -8,9 +8,9 @@ SHELL := bash
 # The first of these that is Python >= 3.10 creates the environments; `make test PYTHON=python3.12` selects one.
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 EXTRAS := dev,demo
-# Number of test files that run at a time: two more than the CI has cores, because many tests wait. Not `auto`: the
-# tests start workers and whole training runs themselves.
-JOBS ?= 4
+# Number of test files that run at a time: one more than the CI has cores, because many tests wait. With two more, they
+# take a tenth more of processor time. Not `auto`: the tests start workers and whole training runs themselves.
+JOBS ?= 3
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
 # The part of the slow tests, and of those on the oldest Lightning, that runs: 2/6 is the third of six.
@@ -37,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # If this is set, each process compiles everything that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: night versions help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest soak checks lint types compiled format clean
+.PHONY: night versions help environment environments libraries stores demo bench docs docs-live dist browser slurm slurm-stop slurm-installed try-installs test snapshots quick test-all test-slow slow oldest soak fast lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -97,14 +97,20 @@ slurm-installed:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			slurmctld slurmd slurm-client munge; }
 
-test: checks  ## run lint, types, and the fast tests: before each commit
-	$(BIN)/$(SUITE) -m "not slow" $(PYTEST_ARGS)
+# The types are checked beside the tests: that takes 20 s of one core in a fresh clone.
+beside_tests = @$(MAKE) --no-print-directory --jobs=3 lint types fast
+test: $(NEWEST)  ## run lint, types, and the fast tests: before each commit
+	$(beside_tests)
 
 snapshots: $(NEWEST)  ## write the texts again that tests compare with: review their diff
 	$(BIN)/$(SUITE) --snapshot-update $(PYTEST_ARGS)
 
-quick: checks  ## run lint, types, and one case of each law: a minute
-	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/laws $(PYTEST_ARGS)
+quick: $(NEWEST)  ## run lint, types, and one case of each law: a minute
+	$(beside_tests) TESTS="--one-of-each-law tests/laws"
+
+TESTS ?=
+fast: $(NEWEST)
+	$(BIN)/$(SUITE) -m "not slow" $(TESTS) $(PYTEST_ARGS)
 
 test-all: test test-slow  ## run test, then test-slow
 
@@ -114,7 +120,7 @@ try-installs:
 	@$(MAKE) --no-print-directory browser || echo "Can't install a browser. The tests that need one are skipped." >&2
 	@$(MAKE) --no-print-directory slurm-installed || echo "Can't install SLURM. The tests that need it are skipped." >&2
 
-slow: compiled $(LIBRARIES) $(STORES)
+slow: $(NEWEST) $(LIBRARIES) $(STORES)
 	$(BIN)/$(SUITE) -m slow --part $(PART) $(PYTEST_ARGS)
 
 # Pieces of the night that run on any day: make night PIECES="soak 'slow 2'"
@@ -142,13 +148,6 @@ oldest: $(OLDEST)
 libraries: $(LIBRARIES)  ## create the environment with the libraries whose scripts the slow tests run
 
 stores: $(STORES)  ## create the environment with the emulators of object stores that the slow tests use
-
-checks: $(NEWEST)
-	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled
-
-# Compiles the modules that all processes import, so that the processes don't compile them at the same time.
-compiled: $(NEWEST)
-	@$(BIN)/python -c "import tests.harness.run"
 
 lint: $(NEWEST)  ## run ruff: rules and format
 	$(BIN)/ruff check

@@ -306,6 +306,15 @@ def fits_again(trainer: Trainer, module: LightningModule, group: Group) -> objec
 
 
 SCRIPTS: dict[str, tuple[str | Script, tuple[Row, ...], list[Cut]]] = {
+    "catches a failure": (catches, (Row(name="fails", module=Fails),), [inside(2, by=KILL, stage="predict")]),
+    "fits again": (
+        fits_again,
+        (
+            Row(name="judge", module=Judge, trainer={"enable_checkpointing": True}),
+            Row(name="checkpoints", callbacks=lambda: ModelCheckpoint(dirpath="kept")),
+        ),
+        [inside(3, by=KILL, stage="test"), inside(1, by=KILL, stage="test")],
+    ),
     "all functions": (
         "validate+fit+test+predict+test",
         # Else Lightning refuses a fit after an evaluation: its metric is of inference mode.
@@ -318,15 +327,6 @@ SCRIPTS: dict[str, tuple[str | Script, tuple[Row, ...], list[Cut]]] = {
             inside(2, stage="test"), inside(2, by=KILL, stage="predict"),
             Cut(at=(0, 0), hook="validation end", by=KILL, stage="predict"),
         ],
-    ),
-    "catches a failure": (catches, (Row(name="fails", module=Fails),), [inside(2, by=KILL, stage="predict")]),
-    "fits again": (
-        fits_again,
-        (
-            Row(name="judge", module=Judge, trainer={"enable_checkpointing": True}),
-            Row(name="checkpoints", callbacks=lambda: ModelCheckpoint(dirpath="kept")),
-        ),
-        [inside(3, by=KILL, stage="test"), inside(1, by=KILL, stage="test")],
     ),
 }  # fmt: skip
 

@@ -97,7 +97,9 @@ def test_loader_that_cannot_be_followed(
         name="limits", trainer={"val_check_interval": 3, "check_val_every_n_epoch": None},
         warns=(".*number of training batches", "Your `val_dataloader`"),
     )  # fmt: skip
-    group, later = (Group(rows=(Row(name="loader", train=train), limits)) for train in (first, then))
+    group, later = (
+        Group(rows=(Row(name="loader", train=train, imports=("datasets",)), limits)) for train in (first, then)
+    )
     strict = Training(group=group, root=tmp_path / "strict")
     if strict.start(cut).codes == [cut.exit_code]:
         strict.group = later

@@ -53,7 +53,7 @@ def adds_nothing(group: Group) -> None:
 
 
 @pytest.mark.parametrize(
-    "group", [*GROUPS[:4], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[4:])], ids=str
+    "group", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])], ids=str
 )
 def test_nothing_is_added(group: Group) -> None:
     """Uninterrupted, a training does the same with the callback as without; the law above shows it of each part."""
@@ -105,6 +105,7 @@ The last two: a repeated request of loaders sees weights of another moment, whic
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="found by the groups, not yet mended")
 @pytest.mark.parametrize("names", KNOWN, ids="+".join)
 def test_known_faults(names: tuple[str, ...]) -> None:

@@ -27,7 +27,6 @@ pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The dirpath has cha
 
 Call = tuple[str, int, int | None]
 LAST = -1
-NUM_FAST = 3
 # A hook, the epoch, and the batch of the call that saves.
 CALLS = (
     ("on_train_batch_start", 0, 0), ("on_train_batch_start", 1, 2), ("on_before_optimizer_step", 0, 3),
@@ -140,11 +139,12 @@ def continues_from(group: Group) -> None:
 
 
 GROUPS = groups_of(is_quiet)
+FAST = GROUPS[1]
 
 
 @pytest.mark.parametrize(
     "group",
-    [*GROUPS[:NUM_FAST], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[NUM_FAST:])],
+    [FAST, *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group is not FAST)],
     ids=str,
 )
 def test_saved_in_a_hook(group: Group) -> None:

@@ -11,14 +11,13 @@ import pytest
 
 from tests.twin.translated import PACKAGE, first_case
 
-NUM_GROUPS, NUM_FAST_GROUPS = 12, 2
 LAWS = [
     "laws.test_files.test_files_of_an_interrupted_run",
     "laws.test_saving.test_what_an_end_costs",
     "laws.test_evaluation.test_scripts_of_several_functions",
-    "laws.test_lightning_cli.test_autosave_as_ckpt_path",
 ]
 SLOW = [
+    "laws.test_lightning_cli.test_autosave_as_ckpt_path",
     "laws.test_saves_in_hooks.test_saved_in_a_hook",
     "laws.test_files.test_files_stay_with_the_first_start",
     "laws.test_files.test_start_from_its_own_file",
@@ -26,6 +25,7 @@ SLOW = [
     "laws.test_ranks.test_stop_of_one_rank",
 ]
 _resume: Any = importlib.import_module(f"{PACKAGE}.laws.test_resume")
+GROUPS = _resume.groups_of()[:12]
 
 
 @pytest.fixture(autouse=True)
@@ -58,12 +58,7 @@ def test_law(law: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    "group",
-    [
-        group if number < NUM_FAST_GROUPS else pytest.param(group, marks=pytest.mark.slow)
-        for number, group in enumerate(_resume.groups_of()[:NUM_GROUPS])
-    ],
-    ids=str,
+    "group", [GROUPS[0], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS[1:])], ids=str
 )
 def test_rows_resume(group: Any) -> None:
     """Groups of rows of the other package continue exactly."""

@@ -22,7 +22,6 @@ from tests.ledgers import chapter_of
 
 pytestmark = pytest.mark.timeout(300)
 RAISES = Plan(kind="exception")
-SLOW = Plan(seconds=0.1)
 TICKS = Plan(seconds=0.2)  # the process ends 0.3 s after the jump, and has to be in its training then
 IMPORT_ERROR = Plan(kind="import error")
 SHORT = ", HangWatch.timeout=5"
@@ -40,15 +39,6 @@ def assert_finished(trial: Trial, num_ranks: int = 1, num_workers: int = 0, *, n
     assert trial.exit_code == 0, trial.output
     assert trial.told("weights") == undisturbed(num_ranks, num_workers)
     assert num_starts in (None, trial.num_starts), trial.output
-
-
-def test_a_script_that_fails_once_finishes_as_if_it_had_not(tmp_path: Path) -> None:
-    """The exception is told, the second start continues, and the script sees no ranks that it did not ask for."""
-    trial = begin(tmp_path, RAISES).wait()
-    assert_finished(trial, num_starts=2)
-    assert len(trial.told("steps")) == NUM_EPOCHS * NUM_BATCHES + 1
-    assert "start 1: Ended by ValueError: an exception, in batch 3 of epoch 0 on rank 0" in trial.output
-    assert trial.told("environment") == [[None, None]]
 
 
 def test_the_requests_reach_the_script(tmp_path: Path) -> None:
@@ -107,17 +97,28 @@ def test_whatever_comes_the_run_ends_by_itself(case: str, tmp_path: Path) -> Non
     assert (tmp_path / "struck").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_stops_the_run_with_an_autosave(tmp_path: Path, signum: signal.Signals) -> None:
-    """The signal is passed on; the next run of the same command continues, and nothing is trained twice."""
-    trial = begin(tmp_path, SLOW)
-    wait_for(trial, lambda: len(trial.steps()) > 2)
-    os.kill(trial.process.pid, signum)
-    stopped = trial.wait()
-    assert (stopped.exit_code, stopped.told("weights")) == (128 + signum, []), stopped.output
-    finished = begin(tmp_path, SLOW).wait()
-    assert_finished(finished)
-    assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES
+@pytest.mark.parametrize(
+    "signum", [None, *(pytest.param(signum, marks=pytest.mark.slow) for signum in (signal.SIGTERM, signal.SIGINT))]
+)
+def test_a_script_that_fails_or_is_stopped_finishes_as_if_it_had_not(
+    tmp_path: Path, signum: signal.Signals | None
+) -> None:
+    """An exception starts it again; a signal is passed on, and the next run of the same command continues.
+
+    The script sees no ranks that it did not ask for.
+    """
+    plan = replace(RAISES, number=7, seconds=0.1)
+    if signum is not None:
+        trial = begin(tmp_path, plan)
+        wait_for(trial, lambda: len(trial.steps()) > 2)
+        os.kill(trial.process.pid, signum)
+        stopped = trial.wait()
+        assert (stopped.exit_code, stopped.told("weights")) == (128 + signum, []), stopped.output
+    finished = begin(tmp_path, plan).wait()
+    assert_finished(finished, num_starts=2 if signum is None else 3)
+    assert len(finished.told("steps")) == NUM_EPOCHS * NUM_BATCHES + 1
+    assert "start 1: Ended by ValueError: an exception, in batch 2 of epoch 1 on rank 0" in finished.output
+    assert finished.told("environment") == [[None, None]]
 
 
 def test_a_state_that_could_not_be_saved_is_reported(tmp_path: Path) -> None:
