@@ -100,13 +100,8 @@ def test_whatever_comes_the_run_ends_by_itself(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "signum", [None, *(pytest.param(signum, marks=pytest.mark.slow) for signum in (signal.SIGTERM, signal.SIGINT))]
 )
-def test_a_script_that_fails_or_is_stopped_finishes_as_if_it_had_not(
-    tmp_path: Path, signum: signal.Signals | None
-) -> None:
-    """An exception starts it again; a signal is passed on, and the next run of the same command continues.
-
-    The script sees no ranks that it did not ask for.
-    """
+def test_a_script_that_fails_or_is_stopped_finishes(tmp_path: Path, signum: signal.Signals | None) -> None:
+    """An exception starts it again; after a signal, the next run of the same command continues. It sees no ranks."""
     plan = replace(RAISES, number=7, seconds=0.1)
     if signum is not None:
         trial = begin(tmp_path, plan)

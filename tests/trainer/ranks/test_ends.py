@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,3 +150,14 @@ def test_process_that_was_made_for_a_fit_ends_its_workers(is_stopped: bool, wher
     assert ended.at - began < 12
     assert "could not end within its grace period" not in ended.output
     assert ("Stopped by SIGTERM" if is_stopped else "ZeroDivisionError") in ended.output
+
+
+def test_the_excepthook_is_given_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed exception gets one line more, any other one goes to the hook that was there."""
+    told, printed, other = [], ValueError("one"), ValueError("other")
+    monkeypatch.setattr(sys, "excepthook", original := lambda kind, error, trace: told.append(error))
+    for error in (printed, other):
+        watch.print_traceback(printed, 0)
+        sys.excepthook(type(error), error, None)
+        assert sys.excepthook is original
+    assert (told, capsys.readouterr().err.count("Its traceback is printed above.")) == ([other], 1)
