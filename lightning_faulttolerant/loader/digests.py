@@ -247,11 +247,12 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[_Bytes]:
     if tensor.is_nested:
         for part in tensor.unbind():
             yield from _of_tensor(part)
+    elif tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        yield from _of_tensor(tensor.indices())
+        yield from _of_tensor(tensor.values())
     elif tensor.layout is not torch.strided:
-        if tensor.layout is torch.sparse_coo:
-            tensor = tensor.coalesce()
-            yield from _of_tensor(tensor.indices())
-            yield from _of_tensor(tensor.values())
+        yield from _of_tensor(tensor.to_dense())
     elif tensor.dtype not in _PLAIN_DTYPES:
         yield repr(tensor.cpu().reshape(-1).tolist()).encode()
     else:

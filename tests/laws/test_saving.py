@@ -14,7 +14,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 import torch
@@ -280,6 +279,7 @@ RARE = {**BUDGET, "every_n_train_steps": 100}
 LIKE = {"module": SHUFFLED, **dict.fromkeys(("raises", "dies", "sleeps"), WORKERS)}
 """Rows that train alike as long as they are not armed."""
 COUNTS = Row(name="data", data=Counts)
+ANYWHERE = (-1, -1)
 RAISES = Row(name="module", module=RaisesAfterItsStep)
 
 # A feature, how the first start ends, and its exit code; then options, and where the next start begins.
@@ -298,7 +298,7 @@ ENDS: dict[str, tuple[Row, Cut | Callback | None, int, dict[str, Any], tuple[int
     "a thread reads ahead": (Row(name="ahead", train=ReadsAhead), Cut(at=(1, 2), by=signal.SIGTERM), 143, HOUR, (1, 3)),
     "the state of the data module is of now": (COUNTS, Cut(at=(0, 3), by=0, hook="backward"), 1, SECOND, (0, 2)),
     "a worker raises": (failing("raises"), None, 1, RARE, (0, 5)),
-    "a worker dies": (failing("dies"), None, 1, RARE, ANY),  # noticed at once or when its batch is due
+    "a worker dies": (failing("dies"), None, 1, RARE, ANYWHERE),  # noticed at once or when its batch is due
     "a worker sleeps": (failing("sleeps"), STUCK, 143, HOUR, (0, 5)),
 }
 
@@ -315,7 +315,7 @@ def test_what_an_end_costs(name: str, tmp_path: Path) -> None:
     assert start.codes == [code], start.output
     training.more = list
     last = training.finished()
-    assert first_batch(last) == place
+    assert place in (ANYWHERE, first_batch(last))
     [begin, end_of_first] = slice_of(whole, start.events[0], whole_name="the whole run", part_name="the first start")
     [again, end_of_last] = slice_of(whole, last.events[0], whole_name="the whole run", part_name="the last start")
     assert begin == 0 < again <= end_of_first
