@@ -134,6 +134,19 @@ APART = Row(name="apart", module=Apart)
 SHARDS = strategy("shards", InShards, fsdp2())
 WINDOW = Row(name="window", trainer={"accumulate_grad_batches": 3}, repeats=3)
 CASES = {
+    **{
+        f"order of sums, {name}": Case(
+            rows=(strategy("crossed", Crossed, DDPStrategy(**options), limit_val_batches=0), batches(3), *more),
+            cuts=OF_DDP,
+            num_ranks=3,
+            is_quick=not options,
+        )
+        for name, options, more in (
+            ("plain", {}, ()),
+            ("small buckets, unused parameters", {"bucket_cap_mb": 0.003, "find_unused_parameters": True}, ()),
+            ("views in a window", {"gradient_as_bucket_view": True}, (WINDOW,)),
+        )
+    },
     "two ranks with workers": Case(rows=(APART, batches(num_workers=2)), cuts=KILLS, is_quick=True),
     "a window": Case(
         rows=(APART, batches(), WINDOW, Row(name="stops", callbacks=lambda: EarlyStopping("val_loss", patience=5))),
@@ -151,19 +164,6 @@ CASES = {
         ),
         cuts=KILLS,
     ),
-    **{
-        f"order of sums, {name}": Case(
-            rows=(strategy("crossed", Crossed, DDPStrategy(**options), limit_val_batches=0), batches(3), *more),
-            cuts=OF_DDP,
-            num_ranks=3,
-            is_quick=not options,
-        )
-        for name, options, more in (
-            ("plain", {}, ()),
-            ("small buckets, unused parameters", {"bucket_cap_mb": 0.003, "find_unused_parameters": True}, ()),
-            ("views in a window", {"gradient_as_bucket_view": True}, (WINDOW,)),
-        )
-    },
     "fsdp2": Case(rows=(SHARDS, batches()), cuts=[KILLS[0], KILLS[3]], is_quick=True),
     "fsdp2 in a window": Case(
         rows=(strategy("shards", InShards, fsdp2(), val_check_interval=2), batches(num_workers=2), WINDOW),
