@@ -49,8 +49,6 @@ AFTER = {
     "on_validation_batch_end": "evaluated",
     "on_validation_end": "evaluation end",
 }
-
-
 USED_UP = [call for call in CALLS if call[2] == LAST or "validation" in call[0] or call[0] == "on_train_epoch_end"]
 
 

@@ -23,7 +23,7 @@ from lightning_faulttolerant.state.objects.graph import Graph, Node, is_at, item
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
 from lightning_faulttolerant.state.packing import digests_of
-from lightning_faulttolerant.state.reachable import answers
+from lightning_faulttolerant.state.reachable import answers, is_a
 from lightning_faulttolerant.state.tensors import is_readable
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
@@ -132,13 +132,18 @@ class ObjectState:
         return list(self._graph.nodes)
 
     def not_known(self, roots: Mapping[str, object]) -> tuple[list[object], list[object]]:
-        """Return the objects that did not exist at the baseline: those that are searched, and the opaque ones."""
+        """Return the objects that did not exist at the baseline: those that can be carried, and the opaque ones."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
         searched = [node.value for node in now.nodes.values()] + list(now.recorded(self._graph))
         ids = {id(value) for value in searched}
-        opaque = [value for value in map(held, now.things.values()) if id(value) not in ids]
-        found = ([one for one in all_of if not self._graph.is_met(one)] for all_of in (searched, opaque))
-        return next(found), next(found)
+        others = {id(value): value for value in map(held, now.things.values()) if id(value) not in ids}
+
+        def is_opaque(value: object) -> bool:
+            own: Any = next((kind for kind in (tuple, frozenset) if is_a(value, kind)), None)
+            return id(value) in others if own is None else any(map(is_opaque, own.__iter__(value)))
+
+        new = [one for one in (*searched, *others.values()) if not self._graph.is_met(one)]
+        return [one for one in new if not is_opaque(one)], [one for one in new if is_opaque(one)]
 
     def forget(self, values: Iterable[object]) -> None:
         """Treat objects as new: a value that refers to one carries it whole."""

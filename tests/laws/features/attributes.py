@@ -95,17 +95,18 @@ class ValidationLosses(Factor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.validation_losses: list[float] = []
-        self.table: Tensor | None = None
+        self.validation_losses: list[tuple[float, int]] = []
+        self.last, self.table = (1.0, 0), None
 
     def factor(self, loss: Tensor) -> float:
-        drawn = 0.0 if self.table is None else float(self.table[0])
-        return min(self.validation_losses, default=1.0) + len(self.validation_losses) / 10 + drawn
+        drawn = self.last[0] + (0.0 if self.table is None else float(self.table[0]))
+        return min(self.validation_losses, default=self.last)[0] + len(self.validation_losses) / 10 + drawn
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
         super().validation_step(batch, batch_idx, dataloader_idx)
         self.table = torch.rand(4096) if self.table is None else self.table
-        self.validation_losses.append(float(self.layers(batch).square().mean()))
+        self.last = (float(self.layers(batch).square().mean()), batch_idx)
+        self.validation_losses.append(self.last)
 
 
 @row("module", part="objects", shows="factor of HiddenTeacher", takes="layers")
