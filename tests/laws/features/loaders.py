@@ -41,7 +41,7 @@ carried("generator on first use", lambda: DataLoader(LazyDataset(has_attribute=F
 carried("iter that unpacks", lambda: UnpackingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
 carried("iter that maps", lambda: MappingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
 carried("no length", lambda: Unsized(NoisyDataset(24), batch_size=4, sampler=DrawingSampler(24)), apart="ahead")
-carried("counting data set and sampler with states", counted, apart="counts", ranks=False)
+carried("counting data set and sampler with states", counted, apart="counts", ranks=False, part="objects")
 
 
 @row("train", part="loaders", shows="content")
