@@ -47,27 +47,19 @@ def differences(group: Group, parts: list[str]) -> dict[str, set[str]]:
         return found
 
 
-def assert_lost(group: Group) -> None:
-    """Check that each row of a group is lost without its part."""
+CARRIED = [row for row in all_rows().values() if is_carried(row)]
+_ALONE = [pytest.param(Group(rows=(row,)), marks=pytest.mark.slow, id=f"{row.name}, alone") for row in CARRIED]
+
+
+@pytest.mark.parametrize("group", [*groups_of(is_carried, by_part=True), *_ALONE], ids=str)
+def test_rows_are_lost_without_their_parts(group: Group) -> None:
+    """Each row shows another value if its part of the state is left out; alone, it does so for no other reason."""
     found = differences(group, sorted({row.part for row in group.rows}))
     for row in group.rows:
         missing = set(row.shows) - found[row.part]
         assert not missing, f"Without {row.part}, {row.name} still shows {sorted(missing)} as before."
 
 
-@pytest.mark.parametrize("group", groups_of(is_carried, by_part=True), ids=str)
-def test_rows_are_lost_without_their_parts(group: Group) -> None:
-    """Each row of a group shows another value if its part of the state is left out."""
-    assert_lost(group)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [row for row in all_rows().values() if is_carried(row)], ids=lambda row: row.name)
-def test_row_is_lost_without_its_part(row: Row) -> None:
-    """A row that is alone shows another value if its part of the state is left out, and for no other reason."""
-    assert_lost(Group(rows=(row,)))
-
-
 def test_each_row_says_what_it_shows() -> None:
     """A row that our state carries names at least one value that shows it."""
-    assert [row.name for row in all_rows().values() if is_carried(row) and not row.shows] == []
+    assert [row.name for row in CARRIED if not row.shows] == []

@@ -59,6 +59,8 @@ class Looks(Callback):
         found = autosaves(Path.cwd())
         print(f"newest {found[-1].name.split('-')[1] if found else 0} of {len(found)}")
 
+    on_test_batch_start = on_train_batch_start
+
 
 def seen(start: Start) -> tuple[list[int], int]:
     """Return the number of the newest autosave at each batch, and the largest number of autosaves."""
@@ -84,6 +86,12 @@ def test_when_autosaves_are_written(options: dict[str, Any], newest: list[int], 
     """The first boundary always saves; after that the steps, the time, or the budget decide."""
     training = Training(group=Group(rows=(SHUFFLED, ONE_EPOCH)), root=tmp_path, more=lambda: [Looks()])
     assert seen(training.start(**options)) == (newest, most)
+
+
+def test_evaluation_keeps_the_budget(tmp_path: Path) -> None:
+    """Its first boundary saves; after that the budget decides."""
+    training = Training(group=PLAIN, root=tmp_path, stage="test", more=lambda: [Looks()])
+    assert seen(training.start(**{**BUDGET, "overhead_budget": 1e-6})) == ([1, 1], 1)
 
 
 def test_budget_skips_saves_while_a_thread_writes(tmp_path: Path) -> None:
