@@ -216,8 +216,7 @@ def test_workers_end_if_their_parent_is_killed_while_they_start(
         time.sleep(0.01)
     os.kill(process_id, signal.SIGKILL)
     os.waitpid(process_id, 0)
-    if kind is DataLoader or in_thread:  # else the kernel ends them, whatever they do
-        is_dead.touch()
+    is_dead.touch()
     workers = [int(path.name.partition("-")[2]) for path in found]
     deadline = time.monotonic() + (1 if kind is DataLoader else 600)
     while any(map(is_running, workers)) and time.monotonic() < deadline:
