@@ -88,7 +88,8 @@ def run_ranks(
                 if process_id in running:
                     signal_to(process_id, signal.SIGKILL, os.killpg)  # workers that outlive it
                     codes[running.pop(process_id)] = os.waitstatus_to_exitcode(status)
-                    if any(codes.values()) and kill_at == float("inf"):
+                    if running and any(codes.values()) and kill_at == float("inf"):
+                        time.sleep(0.1)  # as torchrun, which looks that often
                         kill_at = time.monotonic() + _GRACE_SECONDS
                         for each in running:
                             signal_to(each, signal.SIGTERM)

@@ -137,12 +137,11 @@ def continues_from(group: Group) -> None:
 
 
 GROUPS = groups_of(is_quiet)
-FAST = GROUPS[1]
 
 
 @pytest.mark.parametrize(
     "group",
-    [FAST, *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group is not FAST)],
+    [GROUPS[1], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group is not GROUPS[1])],
     ids=str,
 )
 def test_saved_in_a_hook(group: Group) -> None:

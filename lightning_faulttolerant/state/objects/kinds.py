@@ -329,18 +329,15 @@ class Namespace:
         """Return the values that count as state: no functions, classes, modules, or descriptors."""
         if self.names is not None:
             return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
-        own = vars(self.owner)
-        is_left_out = _is_ipythons if "get_ipython" in own else _is_pythons
-        return {name: value for name, value in list(own.items()) if not (is_left_out(name) or _is_code(value))}
-
-
-def _is_pythons(name: str) -> bool:
-    return name.startswith("__")
+        found = {name: value for name, value in list(vars(self.owner).items()) if not _is_code(value)}
+        is_notebook = "get_ipython" in vars(self.owner)
+        names = (name for name in found if not name.startswith("__") and not (is_notebook and _is_ipythons(name)))
+        return {name: found[name] for name in names}
 
 
 def _is_ipythons(name: str) -> bool:
-    """Return whether a global of a notebook is Python's or IPython's: the history of inputs and outputs."""
-    return _is_pythons(name) or name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
+    """Return whether a global of a notebook is IPython's own: the history of inputs and outputs."""
+    return name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
 
 
 def _is_code(value: object) -> bool:

@@ -29,6 +29,7 @@ from lightning_faulttolerant.state.tensors import is_readable
 NODES, TABLE, LOST = "nodes", "table", "lost"
 _STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes
 _MISSING = object()
+_FIXED: tuple[Any, ...] = (tuple, frozenset)  # opaque only if one of their items is
 _NONE: frozenset[str] = frozenset()
 _MANY_ITEMS = 1_000
 
@@ -135,15 +136,13 @@ class ObjectState:
         """Return the objects that did not exist at the baseline: those that can be carried, and the opaque ones."""
         now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
         searched = [node.value for node in now.nodes.values()] + list(now.recorded(self._graph))
-        ids = {id(value) for value in searched}
-        others = {id(value): value for value in map(held, now.things.values()) if id(value) not in ids}
-
-        def is_opaque(value: object) -> bool:
-            own: Any = next((kind for kind in (tuple, frozenset) if is_a(value, kind)), None)
-            return id(value) in others if own is None else any(map(is_opaque, own.__iter__(value)))
-
-        new = [one for one in (*searched, *others.values()) if not self._graph.is_met(one)]
-        return [one for one in new if not is_opaque(one)], [one for one in new if is_opaque(one)]
+        found = {id(value): value for value in (*searched, *map(held, now.things.values()))}
+        fixed = {key: {*map(id, own.__iter__(one))} for key, one in found.items() for own in _FIXED if is_a(one, own)}
+        opaque = found.keys() - set(map(id, searched)) - fixed.keys()
+        while more := {key for key, items in fixed.items() if not opaque.isdisjoint(items)} - opaque:
+            opaque |= more
+        new = {key: one for key, one in found.items() if not self._graph.is_met(one)}
+        return [new[key] for key in new if key not in opaque], [new[key] for key in new if key in opaque]
 
     def forget(self, values: Iterable[object]) -> None:
         """Treat objects as new: a value that refers to one carries it whole."""
