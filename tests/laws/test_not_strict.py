@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -23,7 +23,7 @@ from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset, Unsized, batch_of
 from tests.laws.features.data_libraries import stacked, table
 from tests.laws.rows import Group, Net, Row, rows_of
-from tests.laws.runs import Start, Training
+from tests.laws.runs import Start, Training, assert_same, whole_run
 
 
 class FromTheSystem(Sampler[int]):
@@ -157,3 +157,24 @@ def test_what_was_lost_is_told_by_each_later_start(num_ranks: int, tmp_path: Pat
     training.start(IN_FIT[2])
     assert training.start().codes == [0] * num_ranks, training.starts[-1].output
     assert training.said("Resumed", "EXACT") == snapshot
+
+
+class TakesWorkers(Callback):
+    """Begins to iterate over the loader of the training in the middle of the first epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            next(iter(trainer.train_dataloader))
+
+
+@pytest.mark.parametrize("cut", [Cut(at=(0, 4)), Cut(at=(1, 2))], ids=["this epoch", "a later one"])
+def test_place_that_is_lost_later_is_no_error(cut: Cut, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+    """A start that has trained goes on; only what was saved without the place is refused."""
+    persistent = rows_of(24, num_workers=2, persistent_workers=True)
+    row = Row(name="takes workers", train=persistent, callbacks=TakesWorkers)
+    whole = whole_run(Group(rows=(row,)), tmp_path / "whole")
+    training = Training(group=Group(rows=(row,)), root=tmp_path / "cut")
+    assert training.start(cut).codes == [cut.exit_code], training.starts[-1].output
+    if training.start().codes == [0]:
+        assert_same(whole, training.starts[-1], name="the second start")
+    assert training.said("Error:", "no position", "Resumed") == snapshot

@@ -370,12 +370,13 @@ class Loaders:
         followed = self.trackers.items()
         return {place: tracker for place, tracker in followed if place.startswith(TRAIN) and not tracker.is_gone}
 
-    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}) -> dict[str, object]:
+    def state_dict(self, *, in_epoch: bool, validated: Mapping[str, int] = {}, strict: bool = False) -> dict[str, Any]:
         """Return the position of each loader.
 
         Args:
             in_epoch: Whether a training epoch is in progress. If not, its loaders are to begin again.
             validated: How many batches are consumed of the validation loader in use, by its place.
+            strict: Whether a training loader that can't report its place is an error.
         """
         mark = self.prefetches.last if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, object] = {
@@ -388,7 +389,7 @@ class Loaders:
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
             state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
             # A validation run can be repeated instead.
-            places[place] = state_of() if validated else place_or_none(place, state_of, self.exactness)
+            places[place] = state_of() if validated else place_or_none(place, state_of, self.exactness, strict=strict)
         lost = [place for place, found in places.items() if found is None]
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
         own = self._own_states()

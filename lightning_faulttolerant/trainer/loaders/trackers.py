@@ -41,16 +41,16 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def place_or_none(place: str, state_of: Callable[[], _T], exactness: Exactness) -> _T | None:
-    """Return the result of `state_of`, or ``None`` if a loader can't report its place and `exactness` isn't strict.
+def place_or_none(place: str, state_of: Callable[[], _T], exactness: Exactness, *, strict: bool) -> _T | None:
+    """Return the result of `state_of`, or ``None`` if a loader can't report its place and that is no error.
 
     Raises:
-        NotExactError: If it is strict.
+        NotExactError: If `strict`.
     """
     try:
         return state_of()
     except NotExactError as error:
-        if exactness.strict:
+        if strict:
             raise
         exactness.admit(f"Loader {place} has no position to resume from: {error}")
         return None

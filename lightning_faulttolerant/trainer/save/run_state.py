@@ -369,7 +369,7 @@ def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
 
 def _loaders_state(run: RunState, at: _Moment) -> dict[str, object]:
     validated = run.validation.num_consumed() if at.is_evaluating else {}
-    return run.loaders.state_dict(in_epoch=at.is_iterating, validated=validated)
+    return run.loaders.state_dict(in_epoch=at.is_iterating, validated=validated, strict=at.strict)
 
 
 def _held_state(run: RunState, at: _Moment) -> dict[str, object]:
