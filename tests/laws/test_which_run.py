@@ -82,6 +82,7 @@ def evaluates(script: Script, *, is_killed: bool) -> None:
     script.fit(seed=None)
     if is_killed and not script.is_plain:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)  # the order of files is that of their times, which have steps of up to 10 ms
     write(script.root / f"{script.name}-draw.jsonl", "draw", value=torch.rand(1).item())
 
 
