@@ -244,11 +244,11 @@ def test_skips(name: str, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
 
 WORKERS = {"accumulate_grad_batches": 3, "val_check_interval": 3}
 EXACT: dict[str, tuple[str, dict[str, Any], list[Cut]]] = {
+    "that can't be loaded": ("0:1,1:1", {"train": broken()}, [Cut(at=(0, 2)), Cut(at=(0, 5)), Cut(at=(1, 2))]),
     "in windows, with workers": (
         "0:2,0:3,0:5,1:4", {"train": rows_of(24, num_workers=2), "trainer": WORKERS},
         [Cut(at=(0, 4)), Cut(at=(1, 0)), Cut(at=(1, 5))],
     ),
-    "that can't be loaded": ("0:1,1:1", {"train": broken()}, [Cut(at=(0, 2)), Cut(at=(0, 5)), Cut(at=(1, 2))]),
     "that can't be loaded in a worker": ("0:1,1:1", {"train": broken(2)}, [Cut(at=(0, 2)), Cut(at=(1, 2))]),
 }  # fmt: skip
 

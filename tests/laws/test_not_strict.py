@@ -65,9 +65,9 @@ two, three = (rows_of(32, num_workers=number) for number in (2, 3))
 slow = pytest.mark.slow
 # The loaders of the two starts, and where the first one ends.
 LOADERS = [
+    pytest.param(Hidden, Hidden, LATE, id="position in C"),
     pytest.param(out_of_order, out_of_order, LATE, id="out of order"),
     pytest.param(unsized, unsized, LATE, id="out of order, without a length", marks=slow),
-    pytest.param(Hidden, Hidden, LATE, id="position in C"),
     pytest.param(unseeded, unseeded, LATE, id="table shuffled without a seed"),
     pytest.param(from_the_system, from_the_system, EARLY, id="from the system, early"),
     pytest.param(two, three, EARLY, id="more workers"),

@@ -49,10 +49,10 @@ def joined(num_workers: int) -> dict[str, Any]:
 
 
 ROWS: dict[str, Make] = {
+    "own sampler": of(lambda: NoisyDataset(24), sampler=InterruptibleSampler(range(24))),
     "joined": joined,
     "functions": of(lambda: LazyDataset(has_attribute=True), shuffle=True, collate_fn=NoisyCollate()),
     "whole batches fetched": of(lambda: ManyAtOnceDataset(24), shuffle=True),
-    "own sampler": of(lambda: NoisyDataset(24), sampler=InterruptibleSampler(range(24))),
 }
 
 

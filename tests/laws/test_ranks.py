@@ -133,7 +133,10 @@ def same_rows(*, shuffle: bool = True) -> DataLoader[Any]:
 APART = Row(name="apart", module=Apart)
 SHARDS = strategy("shards", InShards, fsdp2())
 WINDOW = Row(name="window", trainer={"accumulate_grad_batches": 3}, repeats=3)
+AGAIN = [Cut(at=(0, 2), by=0, hook="backward"), Cut(at=(1, 1))]
 CASES = {
+    # It failed on two ranks, though not on one.
+    "own loader": Case(rows=(all_rows()["torchdata"],), cuts=AGAIN, is_quick=True),
     **{
         f"order of sums, {name}": Case(
             rows=(strategy("crossed", Crossed, DDPStrategy(**options), limit_val_batches=0), batches(3), *more),
@@ -269,22 +272,11 @@ def resumes_on_two(group: Group) -> None:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         training = Training(group=group, root=root / "cut", num_ranks=2)
-        cuts = [Cut(at=(0, 2), by=0, hook="backward"), Cut(at=(1, 1))]
-        assert_continues(whole_run(group, root, num_ranks=2), training, cuts)
+        assert_continues(whole_run(group, root, num_ranks=2), training, AGAIN)
 
 
-FOUND = ["torchdata"]
-"""Rows that failed on two ranks, though not on one."""
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        *(Group(rows=(all_rows()[name],)) for name in FOUND),
-        *(pytest.param(group, marks=pytest.mark.slow) for group in groups_of(lambda row: row.ranks)),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", groups_of(lambda row: row.ranks), ids=str)
 def test_rows_on_two_ranks(group: Group) -> None:
     """What continues in one process continues on two ranks."""
     check(group, resumes_on_two)

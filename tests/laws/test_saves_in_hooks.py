@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,7 @@ class LastOfAll(Checkpoint):
     """Lightning calls it after all other callbacks."""
 
 
-def assert_continues_from(
-    group: Group, calls: list[Call], kind: type[Callback] = Callback, *, num_ranks: int = 1
-) -> None:
+def assert_continues_from(group: Group, calls: Sequence[Call], kind: type[Callback], *, num_ranks: int) -> None:
     """Check that a run from each of these calls' files does what the whole run does from there on."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
@@ -130,45 +128,7 @@ def is_quiet(row: Row) -> bool:
     return is_plain and IN_FILES not in row.takes and row.name not in REFUSED
 
 
-def continues_from(group: Group) -> None:
-    """Check the law on a group, with some calls that the seed decides, one of them when its batches are used up."""
-    chosen = random.Random(f"{seed()} {group}")
-    assert_continues_from(group, [*dict.fromkeys([*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])])
-
-
 GROUPS = groups_of(is_quiet)
-
-
-@pytest.mark.parametrize(
-    "group",
-    [GROUPS[1], *(pytest.param(group, marks=pytest.mark.slow) for group in GROUPS if group is not GROUPS[1])],
-    ids=str,
-)
-def test_saved_in_a_hook(group: Group) -> None:
-    """Whatever the loaders and settings, a checkpoint that a hook saves continues the run."""
-    check(group, continues_from)
-
-
-LIMITED = Row(name="limited", trainer={"limit_train_batches": 6})
-
-
-@pytest.mark.parametrize(
-    ("name", "more"), [("iter that unpacks", ()), ("stream with a state", ()), ("stream with a state", (LIMITED,))]
-)
-def test_saved_when_batches_are_used_up(name: str, more: tuple[Row, ...]) -> None:
-    """What a generator of the user's would do at its next batch isn't owed to the next epoch."""
-    group = Group(rows=(all_rows()[name], *more))
-    assert_continues_from(group, [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)])
-
-
-SOME = [call for call in CALLS if call[1:] in ((0, LAST), (0, None))]
-
-
-@pytest.mark.parametrize(("kind", "calls"), [(LastOfAll, SOME), (Callback, CALLS)], ids=["last of all", "in order"])
-def test_saved_in_each_hook(kind: type[Callback], calls: list[Call]) -> None:
-    """In a plain training, each of the hooks may save, whether Lightning calls it in order or after all others."""
-    enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
-    assert_continues_from(Group(rows=(enabled,)), list(calls), kind)
 
 
 class Apart(Net):
@@ -184,19 +144,36 @@ class Apart(Net):
         return super().training_step(batch, batch_idx) * (1 + 0.01 * self.num_drawn)
 
 
-OF_RANKS = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_validation_batch_end", 0, 1)]
+def cases() -> Iterator[Any]:
+    """Yield the rows of each training, the calls that save in it, the kind of callback, and the number of ranks."""
 
+    def case(name: str, rows: Sequence[Row], calls: Sequence[Call], *others: Any, is_slow: bool = False) -> Any:
+        return pytest.param(Group(rows=tuple(rows)), calls, *(others or (Callback, 1)), marks=slow[:is_slow], id=name)
 
-@pytest.mark.slow
-def test_saved_in_a_hook_on_ranks() -> None:
-    """From a checkpoint that a hook of both ranks saves, each continues with its own state."""
-    assert_continues_from(Group(rows=(Row(name="apart", module=Apart), batches())), OF_RANKS, num_ranks=2)
-
-
-def test_pickled_schedulers() -> None:
-    """A run also continues from a checkpoint that holds schedulers as torch has pickled them."""
+    slow = [pytest.mark.slow]
+    # What a generator of the user's would do at its next batch isn't owed to the next epoch.
+    used_up = [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)]
+    limited = Row(name="limited", trainer={"limit_train_batches": 6})
+    yield case("used up", [all_rows()["iter that unpacks"]], used_up)
+    yield case("used up, with a state", [all_rows()["stream with a state"]], used_up)
+    yield case("used up by a limit", [all_rows()["stream with a state"], limited], used_up)
+    enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
+    yield case("last of all", [enabled], [call for call in CALLS if call[1:] in ((0, LAST), (0, None))], LastOfAll, 1)
+    yield case("in order", [enabled], CALLS)
     pickles = Row(name="pickles", trainer={"plugins": [AtomicCheckpointIO(weights_only=False)]})
-    assert_continues_from(Group(rows=(all_rows()["WrappedByWarmup"], pickles)), [CALLS[1], CALLS[6]])
+    yield case("schedulers as torch pickles them", [all_rows()["WrappedByWarmup"], pickles], [CALLS[1], CALLS[6]])
+    of_ranks = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_validation_batch_end", 0, 1)]
+    yield case("on ranks", [Row(name="apart", module=Apart), batches()], of_ranks, Callback, 2, is_slow=True)
+    for number, group in enumerate(GROUPS):  # whatever the loaders and settings
+        chosen = random.Random(f"{seed()} {group}")
+        calls = dict.fromkeys([*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])  # one when all batches are used up
+        yield case(str(group), group.rows, [*calls], is_slow=number != 1)
+
+
+@pytest.mark.parametrize(("group", "calls", "kind", "num_ranks"), [*cases()])
+def test_saved_in_a_hook(group: Group, calls: list[Call], kind: type[Callback], num_ranks: int) -> None:
+    """A checkpoint that a hook saves continues the run."""
+    check(group, lambda part: assert_continues_from(part, calls, kind, num_ranks=num_ranks))
 
 
 class Teacher(Net):
