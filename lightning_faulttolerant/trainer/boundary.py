@@ -269,9 +269,7 @@ class Boundary:
         if run.can_be_resumed and taken is None:
             run.check_loaders()
         if run.can_be_resumed:
-            lost = self._run_state.not_carried(None if taken is None else taken.state)
-            if not run.lost_before.issuperset(lost):
-                run.repeat("it has created or changed something that a checkpoint can't carry")
+            run.check_objects(self._run_state.not_carried(None if taken is None else taken.state))
         return run.can_be_resumed
 
     def _capture_in_validation(self) -> None:
@@ -292,7 +290,8 @@ class Boundary:
             is_over = self._save_capture(capture)
         if is_over:
             self._stopping.end_together()
-            raise stopped_by(self._stopping.reason, str(capture.position), self._pace.unsaved_at(capture.position))
+            place = f"{capture.position}. The next start repeats it: {self._run_state.validation.reason}"
+            raise stopped_by(self._stopping.reason, place, self._pace.unsaved_at(capture.position))
 
     def is_settled(self, position: TrainerPosition) -> bool:
         """Return whether a stop at this position has nothing left to save."""

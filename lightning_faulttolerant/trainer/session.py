@@ -162,6 +162,7 @@ class Session(AnySession):
         run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options, schedulers)
         if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
+            run_state.validation.before_sanity_check()
         self._reloads = run_state.objects.reloads
         hook_saves = HookSaves(self.trainer, run_state)
         self._fingerprint.settings()

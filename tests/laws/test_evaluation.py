@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -25,10 +26,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from syrupy.assertion import SnapshotAssertion
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_faulttolerant.records.accounting import chapter_report
 from lightning_faulttolerant.testing import leave_out_part
@@ -123,6 +124,38 @@ class Replaces(Judge):
     validation_step = test_step
 
 
+class Begins(Judge):
+    """Calls much when an evaluation begins: draws, prints, sets attributes of its parts, its class, and its data.
+
+    One of its layers is lazy.
+    """
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(2)
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        print(f"with {len(self.outputs)} values")
+        self.outputs.clear()
+        self.noise = float(torch.rand(())) + random.random()
+        type(self).scale += 0.1
+        self.layers[1].train()
+        self.layers[0].weight.requires_grad_(not self.layers[0].weight.requires_grad)
+        self.layers[0].bias.data.mul_(1.1)
+        self.register_buffer("late", torch.rand(2), persistent=False)
+        (self.trainer.val_dataloaders or self.trainer.test_dataloaders).dataset.rows += 1
+
+    on_validation_start = on_test_start
+
+    def loss(self, batch: Tensor) -> Tensor:
+        by_start = self.noise + self.late.sum() if hasattr(self, "late") else 0
+        by_layers = self.lazy(batch).mean() + float(self.layers[0].weight.requires_grad)
+        return super().loss(batch) * self.scale + by_start + by_layers
+
+
 class Writer(BasePredictionWriter):
     """Writes one file for each batch, and one at the end."""
 
@@ -171,12 +204,20 @@ CASES: dict[str, tuple[Row, ...]] = {
         Row(name="writer", callbacks=Writer),
         Row(name="listens", callbacks=listens, trainer={"enable_checkpointing": True, "limit_val_batches": 4}),
     ),
+    "begins": (Row(name="begins", module=Begins, validation=rows_of(20, shuffle=False)),),
     "together": (Row(name="judge", module=Judge, validation=lambda: CombinedLoader(two_loaders(), "max_size_cycle")),),
 }
-QUICK = [("one", "validate"), ("two", "test"), ("two", "predict"), ("persistent workers", "fit"), ("together", "fit")]
+QUICK = [
+    ("one", "validate"),
+    ("two", "test"),
+    ("two", "predict"),
+    ("persistent workers", "fit"),
+    ("begins", "fit"),
+    ("together", "fit"),
+]
 SLOW = [
-    ("two", "fit"), ("two with workers", "fit"), ("persistent workers", "test"), ("without a length", "fit"),
-    ("without a length", "predict"), ("together", "test"),
+    ("begins", "test"), ("two", "fit"), ("two with workers", "fit"), ("persistent workers", "test"),
+    ("without a length", "fit"), ("without a length", "predict"), ("together", "test"),
 ]  # fmt: skip
 
 
@@ -194,7 +235,7 @@ def cuts_of(case: str, stage: str) -> list[Cut]:
     """Return cuts of each kind, in the order of the run."""
     last = {"loader": 1, "batch": 1} if case.startswith("two") and stage != "fit" else {"batch": 2}
     if stage == "fit":
-        return [inside(0), inside(1, by=KILL), inside(1, by=0), inside(**last, by=KILL, epoch=1)]
+        return [inside(0), inside(3, by=KILL), inside(3, by=0), inside(**last, by=KILL, epoch=1)]
     ends = Cut(at=(0, 0), hook="validation end", by=KILL)
     return [inside(0), inside(1, by=KILL), inside(1, by=0), inside(**last), ends]
 
@@ -339,13 +380,32 @@ def test_scripts_of_several_functions(name: str, tmp_path: Path) -> None:
 
 
 class Opens(Judge):
-    """Opens a file at the start of an evaluation."""
+    """Opens a file and creates a metric at the start of an evaluation."""
 
     def on_test_start(self) -> None:
         super().on_test_start()
         self.file = open(os.devnull)  # noqa: SIM115 - until the end of the process
+        self.count = SumMetric()
 
     on_validation_start = on_predict_start = on_test_start
+
+
+class Sets(Judge):
+    """Sets what no checkpoint carries at the start of an evaluation, and uses it."""
+
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        os.environ["SCALE"] = "3"
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(True)
+        if not self.layers[0]._forward_hooks:
+            self.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+
+    on_validation_start = on_test_start
+
+    def loss(self, batch: Tensor) -> Tensor:
+        values = torch.get_default_dtype().itemsize, torch.is_grad_enabled()
+        return super().loss(batch) * float(os.environ.get("SCALE", "1")) + sum(values)
 
 
 class Seeds(Callback):
@@ -357,6 +417,7 @@ class Seeds(Callback):
 
 REPEATED = [
     ("test", Row(name="opens", module=Opens)),
+    *((stage, Row(name="sets", module=Sets, trainer={"inference_mode": False})) for stage in ("test", "fit")),
     ("fit", Row(
         name="ahead in the next loader", module=Judge,
         validation=lambda: [rows_of(16, shuffle=False)(), DataLoader(Stream(8), batch_size=4)],

@@ -17,11 +17,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
+from lightning_faulttolerant.state import tensors
 from lightning_faulttolerant.state.metrics import merged_metrics
-from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients, sums_of_bits
 from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.saving import (
@@ -72,10 +73,10 @@ class EvaluationState:
         self._run_state = run_state
         self._dealing = dealing
         module = trainer.lightning_module
-        self.sums: dict[str, int] = sums_of_bits({**dict(module.named_parameters()), **dict(module.named_buffers())})
+        self.sums: dict[str, int] = tensors.sums_of_bits({**tensors.weights_of(module), **tensors.buffers_of(module)})
         """A sum of the bits of each tensor that the evaluation begins with."""
-        self._weights = TensorMarks(self._tensors())
-        self._gradients = TensorMarks(self._tensors_of_gradients())
+        self._weights = tensors.TensorMarks(self._tensors())
+        self._gradients = tensors.TensorMarks(self._tensors_of_gradients())
 
     def _tensors(self) -> list[Tensor]:
         module = self._trainer.lightning_module
@@ -96,9 +97,10 @@ class EvaluationState:
         found = self._run_state.state_dict(position)
         state = {name: part for name, part in found.items() if name not in _OF_FITS}
         if not self._weights.unmoved(self._tensors()):
-            state[_WEIGHTS] = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            ready = {name: value for name, value in module.state_dict().items() if not is_lazy(value)}
+            state[_WEIGHTS] = {name: value.detach().clone() for name, value in ready.items()}
         if not self._gradients.unmoved(self._tensors_of_gradients()):
-            state[_GRADIENTS] = gradients_state(module)
+            state[_GRADIENTS] = tensors.gradients_state(module)
         if self._dealing is not None:
             state[DEALT] = self._dealing.state_dict(is_finished=position.is_finished)
         return {**state, SUMS: self.sums}
@@ -107,11 +109,11 @@ class EvaluationState:
         """Restore the state, random generators last. Return a line for each thing that could not be restored."""
         module = self._trainer.lightning_module
         if _WEIGHTS in state:
-            module.load_state_dict(dict(state[_WEIGHTS]))
-            self._weights = TensorMarks([])
+            module.load_state_dict(dict(state[_WEIGHTS]), strict=False)  # it lacks those that are still lazy
+            self._weights = tensors.TensorMarks([])
         if _GRADIENTS in state:
-            load_gradients(module, state[_GRADIENTS])
-            self._gradients = TensorMarks([])
+            tensors.load_gradients(module, state[_GRADIENTS])
+            self._gradients = tensors.TensorMarks([])
         return self._run_state.load_state_dict(state)
 
 

@@ -391,8 +391,7 @@ class EvaluationSession(AnySession):
         except NotExactError as error:  # a loader can't report its place
             run.repeat(str(error))
             return None
-        if not run.lost_before.issuperset(begun.run_state.not_carried(state)):
-            run.repeat("it has created or changed something that a checkpoint can't carry")
+        run.check_objects(begun.run_state.not_carried(state))
         return state if run.can_be_resumed else None
 
     # The end.

@@ -1,8 +1,8 @@
 """A validation run inside ``fit``: its place between two batches, and how a resumed fit continues it there.
 
-A run that continues does not call the user's hooks of its start again. A hook that only sets attributes and resets
-results leaves nothing but state, which is carried. Any other code may register a hook, open a file, or set a switch of
-the process. The new process would lack that without a sign of it.
+A run that continues does not call the user's hooks of its start again: what they have changed is state, and carried.
+If a checkpoint can't carry something that has changed since the run began (a file that a hook opened, a forward hook
+that it registered), the run is repeated.
 
 Several ranks save before batches that all of them reach. Each rank knows how many batches it has. The ranks learn the
 smallest of these numbers at the start, and whenever they have saved, rank 0 says before which batch they save next. So
@@ -12,14 +12,14 @@ no rank waits for another one that has no more batches.
 from __future__ import annotations
 
 import contextlib
-import dis
 import logging
 import math
-import types
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 
@@ -27,13 +27,14 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.state.objects.graph import of_hooks
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.loaders.loaders import VALIDATION, Loaders
-from lightning_faulttolerant.trainer.patches import Patches, is_users_function, overridden
-from lightning_faulttolerant.trainer.position import FIT, function_of, stage_of
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import FIT, function_of
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +75,24 @@ class ValidationRun:
         self.is_ahead = False
         """Whether each batch is fetched ahead of its step, so that `note_fetch` must be called before it is fetched."""
         self._ahead: _BeforeFetch | None = None
+        self._begun_with: dict[str, object] = {}
+        self._before_check: dict[str, object] = {}
         self.is_continuing = False
         """Whether the run that begins next is one that an earlier process began."""
+
+    def before_sanity_check(self) -> None:
+        """Note what there is before the sanity check, which a resumed run does not repeat."""
+        self._before_check = _never_carried(self._trainer)
+
+    def after_sanity_check(self) -> None:
+        """Keep of that what the sanity check has changed."""
+        then = self._before_check
+        self._before_check = then and {name: then.get(name) for name in _changed(then, _never_carried(self._trainer))}
 
     def begin(self) -> None:
         """Note that a run begins."""
         self._is_known, self._ahead, self.is_ahead = None, None, False
+        self._begun_with = {**_never_carried(self._trainer), **self._before_check}
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
     @property
@@ -97,6 +110,16 @@ class ValidationRun:
         self._is_known, self.reason = False, reason
         _log.debug("A fit that ends inside this validation run repeats it: %s.", reason)
 
+    def check_objects(self, lost: Set[str]) -> None:
+        """Repeat the run if something has changed in it that a checkpoint can't carry.
+
+        Args:
+            lost: The paths of all that a checkpoint of this instant would lack.
+        """
+        now = {**_never_carried(self._trainer), _GRADIENTS: torch.is_grad_enabled()}
+        if more := sorted(_changed(self._begun_with, now) | (lost - self.lost_before)):
+            self.repeat(f"a checkpoint can't carry what the run has made or changed: {', '.join(more)}")
+
     def check_loaders(self) -> None:
         """Repeat the run if a loader can't report its place at this instant."""
         try:
@@ -111,8 +134,6 @@ class ValidationRun:
             return "FSDP1 stores its gradients in another form there"
         if swaps_in_its_own_way(self._trainer):
             return "a callback swaps the weights in its own way"
-        if not leaves_only_state(self._trainer):
-            return "a hook at its start may have done something that a new process would miss"
         trackers = self._trackers()
         if len(trackers) < self._val_loop.num_dataloaders:
             return "the position of a loader can't be saved"
@@ -202,7 +223,7 @@ class ValidationRun:
         """
         val_loop = self._val_loop
         during, self.first_loop_iter = runs.first_loop_iter(self._trainer), state["first_loop_iter"]
-        self._is_known = None
+        self._is_known, self._begun_with = None, _never_carried(self._trainer)
         runs.set_first_loop_iter(self._trainer, self.first_loop_iter)  # the training loop keeps it from here
 
         def start() -> None:
@@ -224,6 +245,28 @@ class ValidationRun:
             patches.undo()
 
 
+_GRADIENTS = "torch.is_grad_enabled()"
+
+
+def _never_carried(trainer: Trainer) -> dict[str, object]:
+    """Return, by name, the user's hooks on modules, the modules, and what code may set for the whole process."""
+    found: dict[str, object] = {
+        _GRADIENTS: False,  # what Lightning sets for an evaluation
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        **{f"os.environ[{name!r}]": value for name, value in os.environ.items()},
+    }
+    for path, module in trainer.lightning_module.named_modules(prefix="module"):
+        found[path] = id(module)  # metrics have an operator in place of a comparison
+        hooks = of_hooks(path, module)
+        found.update({name: hook for name, hook in hooks if not str(hook.__module__).startswith("torch.")})
+    return found
+
+
+def _changed(then: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    return {each for each in then.keys() | now.keys() if then.get(each) != now.get(each)}
+
+
 @contextlib.contextmanager
 def zeroed(trainer: Trainer) -> Iterator[None]:
     """Inside the context, skip the hook that zeroes gradients before a validation run: it ran before the save."""
@@ -233,50 +276,6 @@ def zeroed(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         patches.undo()
-
-
-_STAGES = ("validation", "test", "predict")
-_HOOKS = tuple(f"on_{stage}_{hook}" for stage in _STAGES for hook in ("model_eval", "start", "epoch_start"))
-_METHODS = frozenset({*_HOOKS, "append", "clear", "eval", "extend", "increment", "log", "log_dict", "reset", "train"})
-_NAMES = frozenset(
-    {"Counter", "defaultdict", "deque", "dict", "float", "int", "len", "list", "print", "set", "super", "tuple"}
-)
-_LOADS_A_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
-_REFUSED = ("IMPORT_NAME", "MAKE_FUNCTION", "STORE_GLOBAL", "STORE_SUBSCR", "SETUP_WITH", "BEFORE_WITH", "DELETE_ATTR")
-
-
-def leaves_only_state(trainer: Trainer) -> bool:
-    """Return whether the hooks at the start of an evaluation only set attributes and reset results."""
-    return all(_only_sets(function) for function in _functions(trainer))
-
-
-def _functions(trainer: Trainer) -> Iterator[object]:
-    """Yield the hooks that are not Lightning's or ours."""
-    stage = stage_of(trainer)
-    for owner in (*compat.callbacks(trainer), trainer.lightning_module):
-        for function in (overridden(owner, hook) for hook in _HOOKS if f"_{stage}_" in hook):
-            if function is not None and is_users_function(function):
-                yield function
-
-
-def _only_sets(function: object) -> bool:
-    if not isinstance(function, types.FunctionType):
-        return False
-    for step in dis.get_instructions(function):
-        name = str(step.argval)
-        if step.opname in _REFUSED:
-            return False
-        if step.opname in _LOADS_A_NAME and name not in _NAMES and name != "__class__":
-            return False
-        if _calls_a_method(step) and name not in _METHODS:
-            return False
-    return True
-
-
-def _calls_a_method(step: dis.Instruction) -> bool:
-    # Before Python 3.12, a separate instruction loads a method. Since then, the lowest bit of the argument says so.
-    is_either = step.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and "LOAD_METHOD" not in dis.opmap
-    return step.opname == "LOAD_METHOD" or (is_either and bool((step.arg or 0) & 1))
 
 
 class CommonPace:
