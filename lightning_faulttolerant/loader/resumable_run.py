@@ -417,14 +417,14 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sample
     """Raise if a state is of another loader.
 
     Args:
-        saved: The fingerprint in the state. An older state lacks some entries, and these are not compared.
+        saved: The fingerprint in the state.
         now: The loader's fingerprint.
         may_get_sampler: Whether Fabric may still insert a distributed sampler, if there are several ranks.
     """
-    names = [name for name in now if name in saved and saved[name] != now[name]]
+    names = [name for name in now if saved.get(name) != now[name]]
     if may_get_sampler and now["number of ranks"] > 1 and _DISTRIBUTED in str(saved.get("sampler")):
         names = [name for name in names if name != "sampler"]
-    differences = [f"{name} {saved[name]!r} then, {now[name]!r} now" for name in names]
+    differences = [f"{name} {saved.get(name)!r} then, {now[name]!r} now" for name in names]
     if differences:
         raise FingerprintMismatchError(
             f"The state belongs to another ResumableDataLoader: {'; '.join(differences)}. Its batches would differ "

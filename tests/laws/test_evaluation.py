@@ -125,10 +125,7 @@ class Replaces(Judge):
 
 
 class Begins(Judge):
-    """Calls much when an evaluation begins: draws, prints, sets attributes of its parts, its class, and its data.
-
-    One of its layers is lazy.
-    """
+    """Draws, prints, and changes itself, its class, and its data when an evaluation begins. One layer is lazy."""
 
     scale = 1.0
 
@@ -152,8 +149,9 @@ class Begins(Judge):
 
     def loss(self, batch: Tensor) -> Tensor:
         by_start = self.noise + self.late.sum() if hasattr(self, "late") else 0
-        by_layers = self.lazy(batch).mean() + float(self.layers[0].weight.requires_grad)
-        return super().loss(batch) * self.scale + by_start + by_layers
+        return (
+            super().loss(batch) * self.scale + by_start + self.lazy(batch).mean() + self.layers[0].weight.requires_grad
+        )
 
 
 class Writer(BasePredictionWriter):
@@ -379,33 +377,24 @@ def test_scripts_of_several_functions(name: str, tmp_path: Path) -> None:
     evaluates(group_of(*rows), script, cuts, tmp_path)
 
 
-class Opens(Judge):
-    """Opens a file and creates a metric at the start of an evaluation."""
-
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self.file = open(os.devnull)  # noqa: SIM115 - until the end of the process
-        self.count = SumMetric()
-
-    on_validation_start = on_predict_start = on_test_start
-
-
 class Sets(Judge):
     """Sets what no checkpoint carries at the start of an evaluation, and uses it."""
 
-    def on_test_start(self) -> None:
-        super().on_test_start()
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
         os.environ["SCALE"] = "3"
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(True)
         if not self.layers[0]._forward_hooks:
             self.layers[0].register_forward_hook(lambda module, args, output: output + 1)
 
-    on_validation_start = on_test_start
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+        self.count, self.file = SumMetric(), open(os.devnull)  # noqa: SIM115 - until the end of the process
 
     def loss(self, batch: Tensor) -> Tensor:
-        values = torch.get_default_dtype().itemsize, torch.is_grad_enabled()
-        return super().loss(batch) * float(os.environ.get("SCALE", "1")) + sum(values)
+        by_environment = float(os.environ.get("SCALE", "1"))
+        return super().loss(batch) * by_environment + torch.get_default_dtype().itemsize + torch.is_grad_enabled()
 
 
 class Seeds(Callback):
@@ -416,7 +405,6 @@ class Seeds(Callback):
 
 
 REPEATED = [
-    ("test", Row(name="opens", module=Opens)),
     *((stage, Row(name="sets", module=Sets, trainer={"inference_mode": False})) for stage in ("test", "fit")),
     ("fit", Row(
         name="ahead in the next loader", module=Judge,

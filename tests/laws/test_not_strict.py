@@ -171,9 +171,8 @@ class TakesWorkers(Callback):
 def test_place_that_is_lost_later_is_no_error(cut: Cut, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A start that has trained goes on; only what was saved without the place is refused."""
     persistent = rows_of(24, num_workers=2, persistent_workers=True)
-    row = Row(name="takes workers", train=persistent, callbacks=TakesWorkers)
-    whole = whole_run(Group(rows=(row,)), tmp_path / "whole")
-    training = Training(group=Group(rows=(row,)), root=tmp_path / "cut")
+    group = Group(rows=(Row(name="takes workers", train=persistent, callbacks=TakesWorkers),))
+    whole, training = whole_run(group, tmp_path / "whole"), Training(group=group, root=tmp_path / "cut")
     assert training.start(cut).codes == [cut.exit_code], training.starts[-1].output
     if training.start().codes == [0]:
         assert_same(whole, training.starts[-1], name="the second start")

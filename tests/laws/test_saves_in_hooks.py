@@ -18,7 +18,7 @@ from lightning_faulttolerant import AtomicCheckpointIO
 from tests.laws.events import Broken, Event, slice_of
 from tests.laws.features.saved_objects import IN_FILES
 from tests.laws.groups import check, groups_of, seed
-from tests.laws.ranks import FOR_RANKS, batches
+from tests.laws.ranks import FOR_RANKS, Apart, batches
 from tests.laws.rows import Group, Net, Row, all_rows
 from tests.laws.runs import Training, whole_run
 from tests.messages import plain
@@ -41,12 +41,12 @@ BEFORE = {
     "on_train_batch_start": "batch",
     "on_before_optimizer_step": "batch",
     "on_validation_start": "evaluated",
+    "on_validation_batch_end": "evaluated",  # from the state before the batch
 }
 AFTER = {
     "on_train_batch_end": "trained",
     "on_train_epoch_start": "epoch",
     "on_train_epoch_end": "epoch end",
-    "on_validation_batch_end": "evaluated",
     "on_validation_end": "evaluation end",
 }
 USED_UP = [call for call in CALLS if call[2] == LAST or "validation" in call[0] or call[0] == "on_train_epoch_end"]
@@ -131,26 +131,14 @@ def is_quiet(row: Row) -> bool:
 GROUPS = groups_of(is_quiet)
 
 
-class Apart(Net):
-    """Draws and counts more on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_drawn = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.num_drawn += len(torch.randn(1 + self.global_rank))
-        self.log("drawn", float(self.num_drawn))
-        return super().training_step(batch, batch_idx) * (1 + 0.01 * self.num_drawn)
-
-
 def cases() -> Iterator[Any]:
     """Yield the rows of each training, the calls that save in it, the kind of callback, and the number of ranks."""
 
     def case(name: str, rows: Sequence[Row], calls: Sequence[Call], *others: Any, is_slow: bool = False) -> Any:
-        return pytest.param(Group(rows=tuple(rows)), calls, *(others or (Callback, 1)), marks=slow[:is_slow], id=name)
+        return pytest.param(
+            Group(rows=tuple(rows)), calls, *(others or (Callback, 1)), marks=[pytest.mark.slow] * is_slow, id=name
+        )
 
-    slow = [pytest.mark.slow]
     # What a generator of the user's would do at its next batch isn't owed to the next epoch.
     used_up = [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)]
     limited = Row(name="limited", trainer={"limit_train_batches": 6})
@@ -166,8 +154,8 @@ def cases() -> Iterator[Any]:
     yield case("on ranks", [Row(name="apart", module=Apart), batches()], of_ranks, Callback, 2, is_slow=True)
     for number, group in enumerate(GROUPS):  # whatever the loaders and settings
         chosen = random.Random(f"{seed()} {group}")
-        calls = dict.fromkeys([*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])  # one when all batches are used up
-        yield case(str(group), group.rows, [*calls], is_slow=number != 1)
+        calls = [*dict.fromkeys([*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])]  # one when all batches are used up
+        yield case(str(group), group.rows, calls, is_slow=number != 1)
 
 
 @pytest.mark.parametrize(("group", "calls", "kind", "num_ranks"), [*cases()])

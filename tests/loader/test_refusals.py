@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
 from tests.laws.data_sets import SizedStream
-from tests.loader.loops import begun, follow, listed, resumable_loop, seed, small
+from tests.loader.loops import follow, resumable_loop, seed, small
 from tests.loader.made import (
     Counts,
     Drawing,
@@ -214,13 +214,6 @@ def test_loaders_that_cant_be_followed(snapshot: SnapshotAssertion) -> None:
     for arguments in ({}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}):
         assert why_not_exact(DataLoader(Echo(4), shuffle=True, **arguments)) is None
         assert why_not_exact(Negative(Echo(4), **arguments)) is None
-
-
-def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
-    """States from before samplers were compared continue."""
-    state, rest = begun(small())
-    del state["fingerprint"]["sampler"]
-    assert [listed(batch) for batch in small(state=state)] == rest
 
 
 @pytest.mark.parametrize("strict", [True, False, None])

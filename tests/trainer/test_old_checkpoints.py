@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
-from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant import FaultTolerance
 from tests.runs import Net, SavesAfter, fit_net
 
 NUM_STEPS = 3
@@ -27,13 +25,7 @@ _MOVED = {  # the places in 1.9 of what 2.x keeps in its loops
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 
-class Mode(Enum):
-    """Stands for the objects that 1.9 left in its files."""
-
-    AUTOMATIC = "automatic"
-
-
-def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
+def old_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
     """Write a checkpoint from the middle of an epoch in the layout of 1.9; return its path and its content."""
     path = directory / ".pl_auto_save.ckpt"
     fit_net([SavesAfter(NUM_STEPS, path)], directory, limit_val_batches=0, max_epochs=1)
@@ -50,7 +42,6 @@ def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
     state = {"state": {0: worker}, "latest_worker_id": 0, "represent_map_dataset": True}
     loop["epoch_loop.state_dict"]["dataloader_state_dict"] = {0: state}
     loop["epoch_loop._results"] = {"training": True, "batch": None, "batch_size": 4, "device": "cpu", "items": {}}
-    loop["epoch_loop._results"].update(more)
     checkpoint["loops"]["fit_loop"] = loop
     torch.save(checkpoint, path)
     return path, checkpoint
@@ -77,14 +68,3 @@ def test_continues_as_lightning_takes_it(tmp_path: Path) -> None:
     assert report is not None
     assert not report.is_exact
     assert "order of samples, random generators, metrics" in str(report)
-
-
-def test_one_with_objects_is_refused_with_what_allows_it(tmp_path: Path) -> None:
-    """A file that needs an unsafe load is an error that names the way to allow it; with that, it continues."""
-    path, _ = old_checkpoint(tmp_path, mode=Mode.AUTOMATIC)
-    allowed = [AtomicCheckpointIO(weights_only=False)]
-    with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
-        fit_net([FaultTolerance(run_id="refused")], tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1)
-    ours = [FaultTolerance(run_id="allowed")]
-    trainer = fit_net(ours, tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1, plugins=allowed)
-    assert trainer.global_step > NUM_STEPS
