@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lightning_faulttolerant import FaultTolerance
 from tests.laws.events import Events, opened
 from tests.laws.processes import fork, signal_to
-from tests.laws.ranks import batches
+from tests.laws.ranks import Slowly, batches
 from tests.laws.rows import Net
 from tests.laws.runs import QUIET
 
@@ -150,4 +150,4 @@ class Agent:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     root = Path(given["directory"])
-    train(root, KillOnce(root / "killed", given["signum"]), strategy=given["strategy"])
+    train(root, KillOnce(root / "killed", given["signum"]), Slowly(), strategy=given["strategy"])

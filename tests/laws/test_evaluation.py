@@ -393,8 +393,7 @@ class Sets(Judge):
         self.count, self.file = SumMetric(), open(os.devnull)  # noqa: SIM115 - until the end of the process
 
     def loss(self, batch: Tensor) -> Tensor:
-        by_environment = float(os.environ.get("SCALE", "1"))
-        return super().loss(batch) * by_environment + torch.get_default_dtype().itemsize + torch.is_grad_enabled()
+        return super().loss(batch) * float(os.environ.get("SCALE", "1")) + torch.get_default_dtype().itemsize
 
 
 class Seeds(Callback):

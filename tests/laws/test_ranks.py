@@ -135,8 +135,7 @@ SHARDS = strategy("shards", InShards, fsdp2())
 WINDOW = Row(name="window", trainer={"accumulate_grad_batches": 3}, repeats=3)
 AGAIN = [Cut(at=(0, 2), by=0, hook="backward"), Cut(at=(1, 1))]
 CASES = {
-    # It failed on two ranks, though not on one.
-    "own loader": Case(rows=(all_rows()["torchdata"],), cuts=AGAIN, is_quick=True),
+    "torchdata": Case(rows=(all_rows()["torchdata"],), cuts=AGAIN, is_quick=True),  # it failed on ranks alone
     **{
         f"order of sums, {name}": Case(
             rows=(strategy("crossed", Crossed, DDPStrategy(**options), limit_val_batches=0), batches(3), *more),
