@@ -147,7 +147,7 @@ class PersistentTracker(Net):
         return super().training_step(batch, batch_idx)
 
 
-@row("module", part="buffers", shows=("masked", "sum_of_rows"))
+@row("module", part="buffers", shows=("masked", "sum_of_rows"), takes="copies")
 class Buffers(Net):
     """Buffers in no ``state_dict``: one that its first step makes, one that grows, and one of bytes."""
 
@@ -166,7 +166,7 @@ class Buffers(Net):
         return super().training_step(batch * self.mask + self.table - self.kept_rows.mean(0), batch_idx)
 
 
-@row("module")
+@row("module", takes="copies")  # an average has one size
 class SavedBuffers(Net):
     """Buffers in the ``state_dict`` that the first step makes, and that grow."""
 
