@@ -15,6 +15,7 @@ import hashlib
 import json
 import pickle
 import struct
+import types
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -260,6 +261,8 @@ def _feed(digest: Any, value: object) -> None:
             _feed(digest, item)
     elif isinstance(value, bytes):
         digest.update(b"b%d" % len(value) + value)
+    elif isinstance(value, types.MethodType):  # of a live object, which may not be possible to pickle
+        digest.update(b"m" + value.__qualname__.encode())
     elif not isinstance(value, _PLAIN):  # an object, whose text may leave parts out
         text = pickle.dumps(value)
         digest.update(b"o%d" % len(text) + text)

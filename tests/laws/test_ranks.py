@@ -185,19 +185,15 @@ CASES = {
 }
 
 
-def ranks_continue(group: Group, cuts: list[Cut], root: Path, num_ranks: int = 2) -> None:
-    """Check the law on several ranks."""
-    whole = whole_of(group, num_ranks=num_ranks)
-    assert_continues(whole, Training(group=group, root=root, num_ranks=num_ranks, more=lambda: [Slowly()]), cuts)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.is_quick else pytest.mark.slow) for name, case in CASES.items()]
 )
 def test_ranks_continue(name: str, tmp_path: Path) -> None:
     """Killed one by one or together, or stopped by a signal to one, ranks continue each with its own state."""
     case = CASES[name]
-    ranks_continue(Group(rows=case.rows), case.cuts, tmp_path, case.num_ranks)
+    group, num_ranks = Group(rows=case.rows), case.num_ranks
+    training = Training(group=group, root=tmp_path, num_ranks=num_ranks, more=lambda: [Slowly()])
+    assert_continues(whole_of(group, num_ranks=num_ranks), training, case.cuts)
 
 
 RARELY = {"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
