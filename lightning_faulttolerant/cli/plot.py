@@ -215,14 +215,6 @@ class Area:
     height: int
     top: int = 0
 
-    def across(self, value: float) -> str:
-        """Return the position of a value from the left.
-
-        Args:
-            value: A value on the scale `x`.
-        """
-        return percent(self.x.place(value))
-
     def down(self, value: float) -> float:
         """Return the position of a value, in pixels from the top of the chart.
 

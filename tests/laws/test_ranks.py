@@ -136,6 +136,7 @@ WINDOW = Row(name="window", trainer={"accumulate_grad_batches": 3}, repeats=3)
 AGAIN = [Cut(at=(0, 2), by=0, hook="backward"), Cut(at=(1, 1))]
 CASES = {
     "torchdata": Case(rows=(all_rows()["torchdata"],), cuts=AGAIN, is_quick=True),  # it failed on ranks alone
+    "copy of weights that DDP replaces": Case(rows=(all_rows()["HiddenTeacher"],), cuts=[Cut(at=(0, 0))]),
     **{
         f"order of sums, {name}": Case(
             rows=(strategy("crossed", Crossed, DDPStrategy(**options), limit_val_batches=0), batches(3), *more),

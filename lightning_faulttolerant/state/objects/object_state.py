@@ -111,19 +111,26 @@ class ObjectState:
             kept = {part for part in parts if part not in now or id(now[part]) not in ids}
             self._always.setdefault(path, set()).update(kept)
 
-    def carry_copies(self, tensors: Iterable[Tensor]) -> None:
+    def carry_copies(self, tensors: Iterable[Tensor], *, replaced: bool = False) -> None:
         """Carry the tensors that are copies of one of `tensors`, even if they never change.
 
         Code that copies the weights when a run starts would copy other weights in a resumed one. A tensor with equal
         elements may be a constant of the user that happens to equal the weights of a norm. It only counts as a copy if
         its holder has other, non-constant copies.
+
+        If the elements of `tensors` may have been replaced since they were copied, as DDP does on all ranks but the
+        first, each tensor of the same form that the module holds is carried.
         """
         originals: dict[object, list[Tensor]] = {}
         for tensor in tensors:
             originals.setdefault(_form(tensor), []).append(tensor)
         self._graph.expand_tensors(lambda tensor: _form(tensor) in originals)
         nodes = ((path, node.value) for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
-        copies = {path: v for path, v in nodes if any(_is_copy(v, one) for one in originals.get(_form(v), ()))}
+        if replaced:
+            nodes = ((path, tensor) for path, tensor in nodes if path.startswith("module."))
+        copies = {
+            path: v for path, v in nodes if any(_is_copy(v, one, replaced) for one in originals.get(_form(v), ()))
+        }
         holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
         self.carry({path: {_CONTENT} for path in copies if _holder_of(path) in holders})
 
@@ -364,9 +371,9 @@ def _form(tensor: Tensor) -> object:
     return tuple(tensor.shape) if is_readable(tensor) else None, tensor.dtype, tensor.device
 
 
-def _is_copy(tensor: Tensor, original: Tensor) -> bool:
+def _is_copy(tensor: Tensor, original: Tensor, replaced: bool) -> bool:
     is_plain = all(type(one) in (Tensor, torch.nn.Parameter) and is_readable(one) for one in (tensor, original))
-    return is_plain and tensor is not original and torch.equal(tensor, original)
+    return is_plain and tensor is not original and (replaced or torch.equal(tensor, original))
 
 
 def is_constant(tensor: Tensor) -> bool:
