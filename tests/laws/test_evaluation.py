@@ -211,11 +211,10 @@ QUICK = [
     ("two", "predict"),
     ("persistent workers", "fit"),
     ("begins", "fit"),
-    ("together", "fit"),
 ]
 SLOW = [
     ("begins", "test"), ("two", "fit"), ("two with workers", "fit"), ("persistent workers", "test"),
-    ("without a length", "fit"), ("without a length", "predict"), ("together", "test"),
+    ("without a length", "fit"), ("without a length", "predict"), ("together", "fit"), ("together", "test"),
 ]  # fmt: skip
 
 

@@ -147,7 +147,8 @@ def cases() -> Iterator[Any]:
     yield case("used up by a limit", [all_rows()["stream with a state"], limited], used_up)
     enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
     yield case("last of all", [enabled], [call for call in CALLS if call[1:] in ((0, LAST), (0, None))], LastOfAll, 1)
-    yield case("in order", [enabled], CALLS)
+    yield case("in order", [enabled], CALLS[::2])
+    yield case("in order, the others", [enabled], CALLS[1::2], is_slow=True)
     pickles = Row(name="pickles", trainer={"plugins": [AtomicCheckpointIO(weights_only=False)]})
     yield case("schedulers as torch pickles them", [all_rows()["WrappedByWarmup"], pickles], [CALLS[1], CALLS[6]])
     of_ranks = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_validation_batch_end", 0, 1)]
