@@ -259,7 +259,7 @@ def _never_carried(trainer: Trainer) -> dict[str, object]:
     for path, module in trainer.lightning_module.named_modules(prefix="module"):
         found[path] = id(module)  # metrics have an operator in place of a comparison
         hooks = of_hooks(path, module)
-        found.update({name: hook for name, hook in hooks if not str(hook.__module__).startswith("torch.")})
+        found |= {name: one for name, one in hooks if not str(getattr(one, "__module__", "")).startswith("torch.")}
     return found
 
 
