@@ -262,7 +262,8 @@ def _feed(digest: Any, value: object) -> None:
     elif isinstance(value, bytes):
         digest.update(b"b%d" % len(value) + value)
     elif isinstance(value, types.MethodType):  # of a live object, which may not be possible to pickle
-        digest.update(b"m" + value.__qualname__.encode())
+        digest.update(b"m")
+        _feed(digest, value.__qualname__)
     elif not isinstance(value, _PLAIN):  # an object, whose text may leave parts out
         text = pickle.dumps(value)
         digest.update(b"o%d" % len(text) + text)

@@ -205,13 +205,7 @@ CASES: dict[str, tuple[Row, ...]] = {
     "begins": (Row(name="begins", module=Begins, validation=rows_of(20, shuffle=False)),),
     "together": (Row(name="judge", module=Judge, validation=lambda: CombinedLoader(two_loaders(), "max_size_cycle")),),
 }
-QUICK = [
-    ("one", "validate"),
-    ("two", "test"),
-    ("two", "predict"),
-    ("persistent workers", "fit"),
-    ("begins", "fit"),
-]
+QUICK = [("one", "validate"), ("two", "test"), ("two", "predict"), ("persistent workers", "fit"), ("begins", "fit")]
 SLOW = [
     ("begins", "test"), ("two", "fit"), ("two with workers", "fit"), ("persistent workers", "test"),
     ("without a length", "fit"), ("without a length", "predict"), ("together", "fit"), ("together", "test"),

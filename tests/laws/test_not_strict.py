@@ -169,7 +169,7 @@ class TakesWorkers(Callback):
 
 @pytest.mark.parametrize("cut", [Cut(at=(0, 4)), Cut(at=(1, 2))], ids=["this epoch", "a later one"])
 def test_place_that_is_lost_later_is_no_error(cut: Cut, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    """A start that has trained goes on; only what was saved without the place is refused."""
+    """A start that has trained continues; only what was saved without the place is refused."""
     persistent = rows_of(24, num_workers=2, persistent_workers=True)
     group = Group(rows=(Row(name="takes workers", train=persistent, callbacks=TakesWorkers),))
     whole, training = whole_run(group, tmp_path / "whole"), Training(group=group, root=tmp_path / "cut")

@@ -134,10 +134,11 @@ GROUPS = groups_of(is_quiet)
 def cases() -> Iterator[Any]:
     """Yield the rows of each training, the calls that save in it, the kind of callback, and the number of ranks."""
 
-    def case(name: str, rows: Sequence[Row], calls: Sequence[Call], *others: Any, is_slow: bool = False) -> Any:
-        return pytest.param(
-            Group(rows=tuple(rows)), calls, *(others or (Callback, 1)), marks=[pytest.mark.slow] * is_slow, id=name
-        )
+    def case(
+        name: str, rows: Sequence[Row], calls: Sequence[Call], kind: Any = Callback, ranks: int = 1, slow: bool = False
+    ) -> Any:
+        marks = [pytest.mark.slow] * slow
+        return pytest.param(Group(rows=tuple(rows)), calls, kind, ranks, marks=marks, id=name)
 
     # What a generator of the user's would do at its next batch isn't owed to the next epoch.
     used_up = [("on_train_batch_end", 0, LAST), ("on_validation_end", 0, None)]
@@ -146,17 +147,17 @@ def cases() -> Iterator[Any]:
     yield case("used up, with a state", [all_rows()["stream with a state"]], used_up)
     yield case("used up by a limit", [all_rows()["stream with a state"], limited], used_up)
     enabled = Row(name="checkpointing", trainer={"enable_checkpointing": True})
-    yield case("last of all", [enabled], [call for call in CALLS if call[1:] in ((0, LAST), (0, None))], LastOfAll, 1)
+    yield case("last of all", [enabled], [call for call in CALLS if call[1:] in ((0, LAST), (0, None))], LastOfAll)
     yield case("in order", [enabled], CALLS[::2])
-    yield case("in order, the others", [enabled], CALLS[1::2], is_slow=True)
+    yield case("in order, the others", [enabled], CALLS[1::2], slow=True)
     pickles = Row(name="pickles", trainer={"plugins": [AtomicCheckpointIO(weights_only=False)]})
     yield case("schedulers as torch pickles them", [all_rows()["WrappedByWarmup"], pickles], [CALLS[1], CALLS[6]])
     of_ranks = [("on_train_batch_start", 1, 2), ("on_train_batch_end", 0, 2), ("on_validation_batch_end", 0, 1)]
-    yield case("on ranks", [Row(name="apart", module=Apart), batches()], of_ranks, Callback, 2, is_slow=True)
+    yield case("on ranks", [Row(name="apart", module=Apart), batches()], of_ranks, ranks=2, slow=True)
     for number, group in enumerate(GROUPS):  # whatever the loaders and settings
         chosen = random.Random(f"{seed()} {group}")
         calls = [*dict.fromkeys([*chosen.sample(CALLS, 2), chosen.choice(USED_UP)])]  # one when all batches are used up
-        yield case(str(group), group.rows, calls, is_slow=number != 1)
+        yield case(str(group), group.rows, calls, slow=number != 1)
 
 
 @pytest.mark.parametrize(("group", "calls", "kind", "num_ranks"), [*cases()])

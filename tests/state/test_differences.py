@@ -57,10 +57,10 @@ def test_same_bits_are_equal_wherever_they_lie() -> None:
     """A tensor equals a contiguous copy of it, a NaN itself, and a method that of another object, pickled or not."""
     value = torch.tensor([[1.0, float("nan")], [2.0, 3.0]]).t()
     assert digests_of({"a": value}) == digests_of({"a": value.contiguous()})
+    assert digests_of({"a": threading.Event().set}) == digests_of({"a": threading.Event().set})
 
 
 def test_what_the_reference_has_lost_is_left_out() -> None:
     """A part that was equal, and that the reference no longer has, is left out: it comes from elsewhere."""
     delta = difference({"a": 1, "b": 2}, digests_of({"a": 1, "b": 3}))
     assert patched({}, delta) == {"b": 2}
-    assert digests_of({"a": threading.Event().set}) == digests_of({"a": threading.Event().set})

@@ -109,7 +109,7 @@ class EvaluationState:
         """Restore the state, random generators last. Return a line for each thing that could not be restored."""
         module = self._trainer.lightning_module
         if _WEIGHTS in state:
-            module.load_state_dict(dict(state[_WEIGHTS]), strict=False)  # it lacks those that are still lazy
+            module.load_state_dict(dict(state[_WEIGHTS]), strict=not any(map(is_lazy, self._tensors())))
             self._weights = tensors.TensorMarks([])
         if _GRADIENTS in state:
             tensors.load_gradients(module, state[_GRADIENTS])

@@ -234,8 +234,7 @@ class Objects:
         state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)
         self._sanity_check = _SanityCheck()
-        weights = (*module.parameters(), *module.buffers())
-        state.carry_copies(weights, replaced=not module.trainer.is_global_zero)
+        state.carry_copies((*module.parameters(), *module.buffers()), replaced=not module.trainer.is_global_zero)
         for path in state.things_of(is_loader_iterator):
             if is_global(path):
                 continue  # the script may have taken a batch from it; it is reported if training draws from it
