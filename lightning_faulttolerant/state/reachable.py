@@ -76,12 +76,6 @@ def is_users_function(function: types.FunctionType) -> bool:
     return module is None or is_users_module(module) or is_detached(function.__globals__)
 
 
-def is_users_frame(frame: types.FrameType) -> bool:
-    """Return whether a frame runs the user's code."""
-    module = sys.modules.get(frame.f_globals.get("__name__", ""))
-    return module is None or is_users_module(module) or is_detached(frame.f_globals)
-
-
 def is_detached(variables: Mapping[str, Any]) -> bool:
     """Return whether the globals of a function or of a frame are the user's, without belonging to a module.
 

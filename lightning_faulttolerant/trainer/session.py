@@ -168,7 +168,7 @@ class Session(AnySession):
         self._fingerprint.settings()
         buckets = Buckets(self.trainer)
         if self._resume is not None:
-            self._resume.begin()
+            self._resume.begin(run_state.objects.splits)
             self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
             self._resume.admit(buckets.why_not_exact())
             self._resume.show(buckets.load_state_dict(self._resume.owed(BUCKETS) or {}))

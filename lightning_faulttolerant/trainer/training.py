@@ -237,7 +237,8 @@ class Training:
         else:
             self._resumed_epoch.start_fit(original)
         run_state = self.checkpointer.run_state
-        run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
+        if self._resume is None:
+            run_state.objects.splits.tell()
         run_state.objects.begin()
         if overrides_save_hook(self._trainer) or has_own_state_dict(self._trainer.lightning_module):
             run_state.left_out.begin()

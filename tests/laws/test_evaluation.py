@@ -36,6 +36,7 @@ from lightning_faulttolerant.testing import leave_out_part
 from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset, Stream
 from tests.laws.events import different_names, digest
+from tests.laws.features.drawn_data import SplitInsideConcatenation
 from tests.laws.files import contents
 from tests.laws.ranks import FOR_RANKS, Slowly, fsdp2, rank_here
 from tests.laws.rows import Group, Net, Row, rows_of
@@ -187,7 +188,7 @@ CASES: dict[str, tuple[Row, ...]] = {
         Row(name="bar", trainer={"enable_progress_bar": True}),
     ),
     "two": (
-        Row(name="adapts", module=Adapts, validation=two_loaders),
+        Row(name="adapts", module=Adapts, data=SplitInsideConcatenation),
         Row(name="logger", trainer={"logger": lambda: CSVLogger(".", version=0, flush_logs_every_n_steps=1)}),
         Row(name="writer", callbacks=Writer),
     ),

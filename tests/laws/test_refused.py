@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -18,6 +21,7 @@ from tests.laws.cuts import Cut
 from tests.laws.data_sets import NoisyDataset, StatefulStream
 from tests.laws.features.any_iterables import Queue, ReadsAhead, Wrapper
 from tests.laws.features.data_libraries import chunks, tars
+from tests.laws.features.drawn_data import Names
 from tests.laws.features.loaders_with_state import WARNS, Prefetching
 from tests.laws.features.user_callbacks import Tables
 from tests.laws.rows import Factor, Group, Net, Row
@@ -129,6 +133,18 @@ def webdataset(make: Callable[[Any], Any]) -> Callable[[], DataLoader[Any]]:
     return made
 
 
+class Drawn(Names):
+    """Shuffles what it holds, in each kind of container: a resume refuses it."""
+
+    def __init__(self) -> None:
+        super().__init__(24)
+        shuffled = lambda: random.sample(self.names, 24)  # noqa: E731
+        self.names, self.fixed, self.rotating = shuffled(), tuple(shuffled()), deque(shuffled())
+        self.records = [{"name": name, "boxes": [[0, 1]]} for name in shuffled()]
+        self.first, self.second = np.random.permutation(24), torch.randperm(24)
+        self.few = [random.random() for _ in range(5)]
+
+
 class OneStream(LightningDataModule):
     """One stream with a state is in two places, which would both move it."""
 
@@ -150,6 +166,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "thread that draws": lambda: ReadsAhead(NoisyDataset(24)),
     "out of order in a wrapper": lambda: Wrapper(NoisyDataset(24), num_workers=2, in_order=False),
     "out of order in a list of a loader": holds_others,
+    "drawn orders": lambda: DataLoader(Drawn(), 4, shuffle=True),
     "litdata mixture": litdata_mixture,
     "webdataset without a seed": webdataset(lambda w: w.WebDataset(tars(), shardshuffle=False).shuffle(8)),
 }

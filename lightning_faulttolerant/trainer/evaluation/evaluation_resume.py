@@ -37,7 +37,7 @@ from lightning_faulttolerant.trainer.evaluation.saving import (
 )
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell_resumed
-from lightning_faulttolerant.trainer.objects.objects import DRAWN
+from lightning_faulttolerant.trainer.objects.objects import SPLITS
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
 from lightning_faulttolerant.trainer.process import OBJECTS
@@ -271,12 +271,6 @@ class SavedEvaluation:
         return bool(self.part.get("starts_over"))
 
     @property
-    def drawn(self) -> Mapping[str, object]:
-        """What the script drew before the first start."""
-        found: Mapping[str, object] = (self.state.get(OBJECTS) or {}).get(DRAWN, {})
-        return found
-
-    @property
     def dealt(self) -> list[Mapping[str, object]]:
         """What is left of each loader, if a different number of ranks began."""
         states: list[Mapping[str, object]] = list(self.state.get(DEALT, {}).get("loaders", ()))
@@ -337,6 +331,7 @@ class EvaluationResume:
         self._patches = patches
         self._report: ResumeReport | None = None
         self._reasons: tuple[str, ...] = ()
+        self._notes: list[str] = []
 
     @property
     def report(self) -> ResumeReport | None:
@@ -388,10 +383,11 @@ class EvaluationResume:
         lines = [line for name in ("module", "trainer") for line in differences(saved[name], found[name], name)]
         return "; ".join(lines)
 
-    def put_back_drawn(self) -> None:
-        """Restore what the script drew before the first start. `why_other_data` says if that fails."""
-        if self._loaders.drawn is not None:
-            self._comparison.put_back_drawn(self._loaders.drawn, self._saved.drawn)
+    def put_back_splits(self) -> None:
+        """Restore the splits that the script drew before the first start. `why_other_data` says if that fails."""
+        saved = self._saved.state.get(OBJECTS) or {}
+        self._notes, lost = self._run_state.objects.splits.put_back(saved.get(SPLITS, ()))
+        self._comparison.take_drawn(lost)
 
     def expect_loaders(self) -> None:
         """Compare the loaders that are set up next with those of the evaluation that saved."""
@@ -429,8 +425,6 @@ class EvaluationResume:
                 now,
                 tracker=self._loaders.trackers.get(place),
                 is_resized=self._saved.other_ranks is not None,
-                drawn=self._loaders.drawn,
-                saved_drawn=self._saved.drawn,
             )
 
     def restore(self) -> None:
@@ -482,7 +476,7 @@ class EvaluationResume:
             objects=objects,
             inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
             notes=(
-                *self._comparison.notes,
+                *self._notes,
                 *self._run_state.objects.notes,
                 *self._saved.note_about_repeated(function_of(self._trainer)),
             ),

@@ -252,7 +252,7 @@ class EvaluationSession(AnySession):
         run_state, saver = self._begun.run_state, self._begun.saver
         objects = run_state.objects
         if self._resume is not None:
-            self._resume.put_back_drawn()
+            self._resume.put_back_splits()
         objects.begin()
         self._files.flush()
         saver.note_files(self._files.state_dict())

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of
 
 SEAMS = {
-    "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`"
+    "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`",
+    "trainer.fit_loop.epoch_loop.val_loop._data_source.instance": "parts of a split are known by their loaders",
 }
 STUDY_SEAMS = {"study._storage": "trials of a study in memory are distinguished from those of one in a database"}
 
@@ -23,10 +24,22 @@ def given_loaders(trainer: Trainer) -> dict[str, object]:
     """
     function = function_of(trainer)
     loop: Any = trainer.fit_loop if function == FIT else loop_of(trainer)
+    return _given(loop, "train" if function == FIT else function)
+
+
+def loaders_by_place(trainer: Trainer) -> dict[str, object]:
+    """Return the loaders that were passed to the function that runs, by the places that they will have."""
+    function = function_of(trainer)
+    loops: dict[str, Any] = {function: loop_of(trainer)}
+    if function == FIT:
+        loops = {"train": trainer.fit_loop, "validation": trainer.fit_loop.epoch_loop.val_loop}
+    given = {stage: list(_given(loop, stage).values()) for stage, loop in loops.items()}
+    return {f"{stage}/{number}": one for stage, found in given.items() for number, one in enumerate(found)}
+
+
+def _given(loop: Any, place: str) -> dict[str, object]:
     given = loop._data_source.instance
-    if isinstance(given, (LightningModule, LightningDataModule)):
-        return {}
-    return dict(_loaders(given, "train" if function == FIT else function))
+    return {} if isinstance(given, (LightningModule, LightningDataModule)) else dict(_loaders(given, place))
 
 
 def _loaders(value: object, place: str) -> Iterator[tuple[str, object]]:

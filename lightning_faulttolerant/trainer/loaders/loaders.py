@@ -47,7 +47,6 @@ from lightning_faulttolerant.trainer.loaders.trackers import (
     why_not_whole,
 )
 from lightning_faulttolerant.trainer.log import tell
-from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
 
@@ -90,8 +89,6 @@ class Loaders:
         self._patches = Patches()
         self.guards_samples = False
         """Whether loaders that are processed from now on count a batch that can't be loaded."""
-        self.drawn: Drawn | None = None
-        """Notes what the script drew for each loader."""
 
     @property
     def trackers(self) -> dict[str, Tracker]:
@@ -146,10 +143,6 @@ class Loaders:
         """Prepare for the loaders of a stage to be processed again."""
         self._next_place = stage, 0
 
-    def note_draws(self, drawn: Drawn | None) -> None:
-        """Let `drawn` note what the script drew for each loader, before the loader is iterated over."""
-        self.drawn = drawn
-
     def note_prefetching(self) -> None:
         """Note whether each training batch is fetched before the previous one is trained."""
         self.prefetches.is_on = compat.fetches_ahead(self._trainer)
@@ -189,6 +182,9 @@ class Loaders:
         """Call `check` with the place and the fingerprint of each loader, including those processed later."""
         self._continued.check = check
         for place in self._that_stay(self.fingerprints):
+            tracker = self.trackers[place]
+            if isinstance(tracker, TrackedLoader):  # the indices of its split may have been restored
+                self.fingerprints[place] = self._fingerprint(tracker.user_loader)
             check(place, self.fingerprints[place])
 
     def resumed(self) -> None:
@@ -202,8 +198,6 @@ class Loaders:
         stage, index = self._next_place
         self._next_place = stage, index + 1
         place = f"{stage}/{index}"
-        if self.drawn is not None:
-            self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
         if self._manual:
             return self._leave(stage, place, loader)
         is_whole = keeps_own_state(loader) or is_replayed(loader)
@@ -222,10 +216,13 @@ class Loaders:
         if stage == TRAIN and isinstance(tracker, TrackedLoader):
             self._known.index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
-        self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
+        self.fingerprints[place] = self._fingerprint(loader)
         self._continued.check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return followed
+
+    def _fingerprint(self, loader: object) -> dict[str, object]:
+        return loader_fingerprint(loader, is_per_sample=self._seeds is not None)
 
     def _why_not_followed(self, loader: Any, stage: str) -> str | None:
         if keeps_own_state(loader) or is_replayed(loader):

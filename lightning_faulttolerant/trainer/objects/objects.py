@@ -32,11 +32,12 @@ from lightning_faulttolerant.state.objects.leaves import CantCarryError
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, is_no_data
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.identity.compat import loaders_by_place
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import followed_loaders
-from lightning_faulttolerant.trainer.objects.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.objects.roots import FIT_LOOP, Roots, made_at_epoch_start, rules_of
+from lightning_faulttolerant.trainer.objects.splits import Splits, parts_of_loaders
 from lightning_faulttolerant.trainer.position import FINISHED, FIT, function_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.schedulers import lost_by_callbacks
@@ -81,7 +82,7 @@ def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 _HOOKS = ("on_load_checkpoint", "load_state_dict")
-STORES, RELOADS, DRAWN = "stores", "reloads", "drawn"
+STORES, RELOADS, SPLITS = "stores", "reloads", "splits"
 _CALLBACK = re.compile(r"callbacks\['(.*?#\d+)'\]")
 
 
@@ -175,11 +176,9 @@ class Objects:
         self.keeps_bytes = False
         """Whether autosaves may hold objects as bytes that only their library can read."""
         self._sanity_check = _SanityCheck()
-        self.drawn = None if manual else Drawn(lambda: rules_of(trainer))
-        loaders.note_draws(self.drawn)
-        if self.drawn is not None:
-            module, datamodule = trainer.lightning_module, compat.datamodule(trainer)
-            self.drawn.note({"module": module, "datamodule": datamodule}, of_loader=False)
+        owners = {"module": trainer.lightning_module, "datamodule": compat.datamodule(trainer)}
+        self.splits = Splits({} if manual else {**loaders_by_place(trainer), **owners})
+        """The parts of splits, as they were before training."""
         self.reloads = Reloads(
             trainer,
             held,
@@ -212,11 +211,6 @@ class Objects:
             made, opaque = before.not_known(self._roots.all())
             made = [one for one in made if id(one) not in data]
             self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque)
-
-    def tell_drawn(self) -> None:
-        """Report, at the first start, what the script may have drawn without a seed."""
-        if self.drawn is not None:
-            self.drawn.tell()
 
     def begin(self) -> ObjectState:
         """Take the baseline, once: from here on training changes the objects. Return what compares with it.
@@ -271,7 +265,7 @@ class Objects:
             name: _encoded(name, functions[0], state[LOST]) for name, functions in self._registered.items()
         }
         state[RELOADS] = self.reloads.state_dict()
-        state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
+        state[SPLITS] = self.splits.state_dict()
         self._tell(state[LOST], strict=strict)
         if where == FINISHED:  # a run that trains further sets its own limits
             state[NODES].pop(FIT_LOOP, None)

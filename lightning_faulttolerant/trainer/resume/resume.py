@@ -29,7 +29,8 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import loader_states
 from lightning_faulttolerant.trainer.log import tell_resumed
-from lightning_faulttolerant.trainer.objects.objects import DRAWN, refuse_lost
+from lightning_faulttolerant.trainer.objects.objects import SPLITS, refuse_lost
+from lightning_faulttolerant.trainer.objects.splits import Splits
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
@@ -291,8 +292,11 @@ class Resume:
         weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
         return {**checkpoint, "state_dict": {**weights, **(instead or {}).get("buffers", {}), **self.saved("buffers")}}
 
-    def begin(self) -> None:
+    def begin(self, splits: Splits) -> None:
         """Compare the settings when the fit begins, and let its loaders continue. If a finder ran before, it is done.
+
+        Args:
+            splits: The parts of splits in this process.
 
         Raises:
             FingerprintMismatchError: If `strict`, and this run is not the one that saved.
@@ -311,6 +315,9 @@ class Resume:
         (of_settings or self._differences.all).compare(saved, settings, ("optimizers", "trainer"))
         if of_settings is not None:
             of_settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
+        notes, lost = splits.put_back(self.saved(OBJECTS).get(SPLITS, ()))
+        self.notes += notes
+        self._differences.all.take_drawn(lost)
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._content.state.get("loaders", {}))
         if "files" in self._content.state:
@@ -331,22 +338,10 @@ class Resume:
                 now,
                 tracker=self._loaders.trackers.get(place),
                 is_resized=self._content.resized is not None,
-                drawn=self._loaders.drawn,
-                saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
                 restored=filled_in(self.saved(OBJECTS)),
             )
         if not self.is_pending:
             warn_late(not_exact[num_known:])
-
-    def put_back_drawn(self) -> None:
-        """Restore what the script drew before the first start. Call this before anything is iterated over.
-
-        Raises a `FingerprintMismatchError` if `strict`, and that fails.
-        """
-        if self._loaders.drawn is not None:
-            saved = self.saved(OBJECTS)
-            self._differences.all.put_back_drawn(self._loaders.drawn, saved.get(DRAWN, {}), restored=filled_in(saved))
-            self.notes += self._differences.all.notes
 
     def admit(self, reasons: list[str]) -> None:
         """Report what can't be restored exactly.

@@ -10,36 +10,45 @@ The last bits of the arithmetic depend on versions, devices, and threads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
 import platform
 import shlex
 import sys
+import types
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, __version__  # type: ignore[attr-defined]  # it lists other names only
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 
 from lightning_faulttolerant.checkpoint.schema import SavedFingerprint
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.data_sets import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.samplers import inner_sampler, sampler_name
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming import is_stream
 from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
-from lightning_faulttolerant.trainer.objects.drawn import SEED_THEM, Drawn, DrawnOutcome
 from lightning_faulttolerant.trainer.run.changes import Hyperparameters, is_below, plain
 
 _log = logging.getLogger(__name__)
+
+_SEED_IT = (
+    "If the script draws data at random before fit, each start draws something else. Call seed_everything before the "
+    "draw, or pass random_split a generator with a seed."
+)
 
 
 def surroundings(trainer: Trainer) -> dict[str, object]:
@@ -85,8 +94,6 @@ class Comparison:
         self._accepted = accepted
         self.not_exact: list[str] = []
         """The differences that are not an error."""
-        self.notes: list[str] = []
-        """The values that differed and were restored."""
 
     def compare(self, saved: Mapping[str, object], now: Mapping[str, object], names: tuple[str, ...]) -> None:
         """Compare some parts of two fingerprints.
@@ -114,11 +121,9 @@ class Comparison:
         *,
         tracker: Tracker | None,
         is_resized: bool,
-        drawn: Drawn | None,
-        saved_drawn: Mapping[str, object],
         restored: Collection[str] = (),
     ) -> None:
-        """Compare the fingerprints of a loader, without the values that were drawn: `put_back_drawn` compares these.
+        """Compare the fingerprints of a loader.
 
         Args:
             place: The place of the loader.
@@ -126,8 +131,6 @@ class Comparison:
             now: The fingerprint of the loader now.
             tracker: Follows the loader.
             is_resized: Whether the number of ranks has changed.
-            drawn: The values that were drawn before this start.
-            saved_drawn: The values that were drawn before the first start.
             restored: The paths of containers and arrays that training fed: the object state restores their contents.
 
         Raises:
@@ -142,38 +145,30 @@ class Comparison:
                 ]
             saved = carried
         lines = [line for line in differences(saved, now, place) if line.partition(": ")[0] not in restored]
-        self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
+        others = [name for name in {*saved, *now} if saved.get(name) != now.get(name)]
+        is_of_data = any(name == "dataset" or "." in name for name in others)
+        self._take(lines, remedy=_SEED_IT if is_of_data else "")
 
-    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, object], *, restored: Collection[str] = ()) -> None:
-        """Restore the values that were drawn before the first start, also in loaders that are set up later.
-
-        The arguments are those of `Drawn.put_back`.
+    def take_drawn(self, lines: list[str]) -> None:
+        """Take the differences of the parts of splits that can't be restored.
 
         Raises:
-            FingerprintMismatchError: If they can't be restored, and that is an error. For a loader that is set up
-                later, the error is raised then.
+            FingerprintMismatchError: If there are any, and a difference is an error.
         """
-        outcome = drawn.put_back(saved, self._take_late, restored=restored)
-        self.notes = outcome.notes
-        self._take(outcome.differences, remedy=SEED_THEM)
-
-    def _take_late(self, outcome: DrawnOutcome) -> None:
-        for note in outcome.notes:  # the report exists already
-            _log.debug("After the resume, %s", note)
-        self._take(outcome.differences, remedy=SEED_THEM)
-        warn_late(outcome.differences)
+        self._take(lines, remedy=_SEED_IT)
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
         refused = [line for line in lines if not is_below(line.partition(": ")[0], self._accepted)]
         if refused and self._strict:
             raise _mismatch(refused, path=self._path, remedy=remedy)
-        self.not_exact += lines
+        self.not_exact += [line for line in lines if line not in self.not_exact]
 
 
 _SEED = "sampler_seed"  # compared if both runs have one: a run of one rank has none
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
 _FIRST_ITEMS = 16
+_MAX_LEAVES = 65_536
 _OF_ONE_PASS = ("RandomSampler", "SequentialSampler", "DistributedSampler")
 
 
@@ -226,6 +221,7 @@ def loader_fingerprint(loader: object, *, is_per_sample: bool = False) -> dict[s
         **({"worker_rng": "per_sample"} if is_per_sample else workers),
         "sampler": sampler_name(loader),
         **_sampler_seed(loader),
+        **_held_next_to(loader),
         "dataset": _dataset(loader.dataset),
     }
 
@@ -321,49 +317,119 @@ def _sampler_seed(loader: DataLoader[object]) -> dict[str, int]:
     return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
 
 
-def _dataset(dataset: Any, depth: int = 0) -> dict[str, object]:
-    found: dict[str, object] = {"class": type(dataset).__qualname__}
+def _held_next_to(loader: DataLoader[object]) -> dict[str, object]:
+    """Return what is known of the lists, mappings, and arrays that the loader's sampler and functions hold."""
+    found, least = dict[str, object](), _length(loader.dataset) or 0
+    for owner in ("sampler", "batch_sampler", "collate_fn", "worker_init_fn"):
+        for name, value in _variables(getattr(loader, owner)).items():
+            with contextlib.suppress(Exception):
+                part = None if value is loader.dataset else _attribute(value, _DEPTH, least)
+                found |= {} if part is None else {f"{owner}.{name}": part}
+    return found
+
+
+def _variables(value: Any) -> dict[str, object]:
+    """Return what an object, or a function, keeps; Lightning's notes of how the object was created are left out."""
+    if isinstance(value, functools.partial):
+        return {"args": value.args, **value.keywords}
+    found = {name: child for name, child in (own_dict(value) or {}).items() if not name.startswith("__")}
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found |= {name: child for name, cell in cells for child in kinds.contents_of_cell(cell)}
+    return found
+
+
+def _length(dataset: Any) -> int | None:
     if not isinstance(dataset, IterableDataset):  # its length may run the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
-            found["length"] = len(dataset)
+            return len(dataset)
+    return None
+
+
+def _dataset(dataset: Any, depth: int = 0, least: float = math.inf) -> dict[str, object]:
+    found: dict[str, object] = {"class": type(dataset).__qualname__}
+    length = _length(dataset)
+    found |= {} if length is None else {"length": length}
+    least = min(least, length or 0)
+    if _is_collection(dataset):
+        with contextlib.suppress(Exception):  # its samples may be any objects
+            found["samples"] = _digest_items(dataset)
+        return found
     if is_stream(dataset):
         state = dataset.state_at(0, 0)
         return {**found, "data": state["fingerprint"], "order": state["order"]}
     if isinstance(dataset, Subset):
-        found["indices"] = _digest_list(dataset.indices)
+        found["indices"] = digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
-        found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
+        found["parts"] = {str(i): _dataset(part, depth + 1, least) for i, part in enumerate(dataset.datasets)}
     if is_hugging_face(dataset):
-        return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
+        return {**found, **{name: digest_list(values) for name, values in drawn_orders(dataset).items()}}
     for name, value in sorted((own_dict(dataset) or {}).items()):
         with contextlib.suppress(Exception):  # an attribute may raise anything: what can't be read is left out
-            part = _attribute(value, depth)
+            part = _attribute(value, depth, least)
             found |= {} if part is None else {name: part}
     return found
 
 
-def _attribute(value: Any, depth: int) -> object:
-    """Return what is known of an attribute of a data set; ``None`` if it holds no data."""
+def _attribute(value: Any, depth: int, least: float) -> object:
+    """Return what is known of an attribute; ``None`` if it holds no data, or less than one value for each sample."""
     if isinstance(value, Dataset) and depth < _DEPTH:
-        return _dataset(value, depth + 1)
+        return _dataset(value, depth + 1, least)
+    if isinstance(value, Sampler):
+        return {name: part for name, child in _variables(value).items() if (part := _attribute(child, depth, least))}
     if _is_array(value):
         return _digest(value)
-    if not isinstance(value, (list, tuple)):
+    if not _is_collection(value) or not value:
         return None
-    if value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
+    if isinstance(value, (list, tuple)) and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
         return {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
-    return _file_names(value)
+    may_be_samples = len(value) >= least or _num_values(value) >= least or _are_names(value)
+    return _digest_items(value) if may_be_samples else None
 
 
-def _file_names(values: Sequence[object]) -> str | None:
-    """Return a digest of a list of files, with or without labels; ``None`` for any other list.
+def _is_collection(value: object) -> bool:
+    return isinstance(value, tuple) or kinds.is_plain_container(value)
 
-    The names count without their directories: on another machine the data may be elsewhere, and in another order.
+
+def _num_values(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value
+    return sum(len(child) if _is_collection(child) else 1 for child in children)
+
+
+def _are_names(value: Any) -> bool:
+    return not isinstance(value, dict) and all(isinstance(item, (str, PurePath)) for item in value)
+
+
+def _digest_items(values: Any) -> str:
+    """Return a digest of a list or a mapping. The common directory of file names does not count: data may move."""
+    leaves = [*islice(_leaves(values), _MAX_LEAVES)]
+    paths = [leaf for leaf in leaves if "/" in leaf]
+    prefix = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071 - it is cut at a slash
+    return f"[{len(values)}] crc {_crc([leaf.removeprefix(prefix) for leaf in leaves])}"
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield texts for the values inside a value, some of many.
+
+    Raises:
+        TypeError: If a text would not be the same in another process.
     """
-    names = [item[0] if isinstance(item, tuple) and item else item for item in _sampled(values)]
-    if not names or not all(isinstance(name, (str, PurePath)) for name in names):
-        return None
-    return f"[{len(values)}] crc {_crc([str(name).rpartition('/')[2] for name in names])}"
+    if isinstance(value, dict):
+        value = tuple(value.items())
+    if isinstance(value, (set, frozenset)):
+        yield from sorted(leaf for child in value for leaf in _leaves(child))
+    elif _is_collection(value):
+        yield f"[{len(value)}]"
+        for child in islice(value, 0, None, max(1, len(value) // _SAMPLED_ELEMENTS)):
+            yield from _leaves(child)
+    elif _is_array(value):
+        yield _digest(value)
+    elif kinds.is_leaf(value):
+        yield str(zlib.crc32(value)) if isinstance(value, bytes) else str(value)
+    elif kinds.is_walked(value) and not isinstance(value, (Dataset, torch.nn.Module)) and not callable(value):
+        yield from _leaves(kinds.attributes(value))
+    else:
+        raise TypeError(f"a {type(value).__name__} has no such text")
 
 
 def _is_array(value: object) -> bool:
@@ -380,7 +446,8 @@ def _digest(array: Any) -> str:
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
 
 
-def _digest_list(values: Sequence[object]) -> str:
+def digest_list(values: Sequence[object]) -> str:
+    """Return a digest of some elements of a list."""
     return f"[{len(values)}] crc {_crc([str(value) for value in _sampled(values)])}"
 
 

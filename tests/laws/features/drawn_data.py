@@ -1,10 +1,7 @@
-"""What a script draws before ``fit``: each start draws something else, and the first start's draws stay."""
+"""What a script draws before ``fit``: each start draws another split, and the first start's split stays."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,26 +32,21 @@ def number_in(name: str) -> float:
     return float(name.split("/")[3])
 
 
-def shuffled(values: Iterable[Any]) -> list[Any]:
-    """Return values in a drawn order."""
-    values = list(values)
-    random.shuffle(values)
-    return values
-
-
 @row("data", takes="first autosave", trainer={"num_sanity_val_steps": 0})
 class SplitInsideConcatenation(LightningDataModule):
     """Drawn parts of several data sets are joined; the validation loader comes late, in a resumed run after it."""
 
     def setup(self, stage: str) -> None:
-        (a, b), (c, d) = random_split(Names(24), [16, 8]), random_split(Names(12), [8, 4])
-        self.parts = ConcatDataset([a, c]), ConcatDataset([b, d])
+        (a, b), (c, d) = random_split(Names(36), [16, 20]), random_split(Names(12), [8, 4])
+        self.parts = ConcatDataset([a, c]), b, ConcatDataset([b, d])
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.parts[0], 4, shuffle=True, num_workers=2)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.parts[1], 4)
+        return [DataLoader(part, batch_size=4, shuffle=part is self.parts[2]) for part in self.parts[1:]]
+
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 @row("data", takes="first autosave", ranks=False)
@@ -70,27 +62,3 @@ class SplitBySamplers(LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return self.loaders[1]
-
-
-@row("train", takes="first autosave")
-def drawn_orders() -> DataLoader[Tensor]:
-    """A data set keeps what it draws in each kind of container."""
-    return DataLoader(Drawn(), 4, shuffle=True)
-
-
-class Drawn(Names):
-    """Shuffles names, records, and numbers; a vocabulary has the order in which a set yields its words."""
-
-    def __init__(self) -> None:
-        super().__init__(24)
-        self.names = shuffled(self.names)
-        self.fixed, self.rotating = tuple(shuffled(self.names)), deque(shuffled(self.names))
-        self.records = shuffled({"number": i, "boxes": [[i, i + 1]]} for i in range(24))
-        self.first, self.second = np.random.permutation(24), torch.randperm(24)
-        self.numbers = {f"word-{i}": number for number, i in enumerate(shuffled(range(5)))}
-
-    def __getitem__(self, index: int) -> Tensor:
-        names = sum(number_in(each[index]) * 24**place for place, each in enumerate((self.fixed, self.rotating)))
-        chosen, record = int(self.first[int(self.second[index])]), self.records[index]["number"]
-        word = self.numbers[f"word-{index % 5}"]
-        return super().__getitem__(index) + torch.tensor([names, float(chosen), float(record), float(word)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
 )
 
@@ -68,6 +73,34 @@ LOADERS: dict[str, tuple[DataLoader[Any], DataLoader[Any], str]] = {
     "data after it": (loader(Subset(BASE, [0, 1])), loader(Subset(CHANGED, [0, 1])), "dataset.dataset.rows: "),
     "class of the data": (loader(), loader(TensorDataset(torch.ones(8, 2))), "dataset.class: 'Rows' when"),
 }
+
+
+UP, DOWN = list(range(8)), list(range(8))[::-1]
+HELD: dict[str, tuple[Any, Any, bool]] = {  # what data sets hold in two starts, and whether a difference counts
+    "objects": ([SimpleNamespace(n=i) for i in UP], [SimpleNamespace(n=i) for i in DOWN], True),
+    "by class": ({0: UP[:5], 1: UP[5:]}, {0: UP[3:], 1: UP[:3]}, True),
+    "few numbers": ([0.1, 0.2], [0.3, 0.4], False),
+    "small mapping": ({"pid": 1}, {"pid": 2}, False),
+    "few names": (["a", "b"], ["b", "a"], True),
+    "moved files": ([(f"/a/{i}/x.nii", i) for i in UP], [(f"/b/c/{i}/x.nii", i) for i in UP], False),
+    "files of one name": ([(f"/a/{i}/x.nii", 0) for i in UP], [(f"/a/{i}/x.nii", 0) for i in DOWN], True),
+    "no plain data": ([object()] * 8, [object()] * 8, False),
+}
+LOADERS |= {
+    name: (loader(Rows(torch.ones(8), held=one)), loader(Rows(torch.ones(8), held=other)), "dataset.held: " * counts)
+    for name, (one, other, counts) in HELD.items()
+}
+NEXT_TO_DATA: dict[str, Callable[[list[int]], DataLoader[Any]]] = {
+    "dataset.samples": loader,
+    "sampler.indices": lambda order: loader(sampler=SubsetRandomSampler(order)),
+    "batch_sampler.sampler.indices": lambda order: DataLoader(
+        UP, batch_sampler=BatchSampler(SubsetRandomSampler(order), 2, drop_last=False)
+    ),
+    "collate_fn.order": lambda order: loader(collate_fn=lambda samples: order),
+    "worker_init_fn.order": lambda order: loader(worker_init_fn=partial(print, order=order)),
+}
+LOADERS["list of objects"] = (loader([object()] * 8), loader([object()] * 8), "")
+LOADERS |= {name: (make(UP), make(DOWN), f"{name}: '[8] crc ") for name, make in NEXT_TO_DATA.items()}
 
 
 def test_seed_of_a_distributed_sampler_gives_a_line() -> None:
