@@ -27,8 +27,8 @@ from lightning_faulttolerant.trainer.position import (
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.autosave import Checkpointer
+from lightning_faulttolerant.trainer.save.capture import Capture, take_capture
 from lightning_faulttolerant.trainer.save.contents import overrides_save_hook
-from lightning_faulttolerant.trainer.save.run_state import Capture, take_capture
 from lightning_faulttolerant.trainer.signals import stopped_by
 from lightning_faulttolerant.trainer.stopping import Stopping
 

@@ -41,5 +41,6 @@ def tell_resumed(report: ResumeReport, notes: Sequence[str] = (), *, is_own: boo
     more = f"; {len(reasons) - _MAX_REASONS} more in the report" if len(reasons) > _MAX_REASONS else ""
     second = f"\n  {'note' if report.is_exact else 'NOT EXACT'} {'; '.join(reasons[:_MAX_REASONS])}{more}"
     advice = f". To start over instead, type: {discard_line(report.path)}" if is_own else ""
-    tell(f"{report.title}, from {report.path}{advice}{second if reasons else ''}")
+    proof = f": {report.proof}" if str(report.proof) else ""
+    tell(f"{report.title}, from {report.path}{proof}{advice}{second if reasons else ''}")
     _package.debug("%s", report)

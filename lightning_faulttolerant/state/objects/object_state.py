@@ -419,33 +419,35 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
 
 
 def contents_of(state: Mapping[str, Any]) -> dict[str, object]:
-    """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to."""
+    """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to.
+
+    The same contents are equal in all states, however their tables are arranged.
+    """
     found: dict[str, object] = {}
     for path, content in state[NODES].items():
         found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
         found.update((f"{path}.{name}", encoded) for name, encoded in content.get("attributes", ()))
         found.update((f"{path}.{name}", _STATE) for name in content.get("gone", ()))
-    return {path: [encoded, *_rows_of(encoded, state[TABLE])] for path, encoded in found.items()}
+    return {path: _with_rows(encoded, state[TABLE]) for path, encoded in found.items()}
 
 
-def _rows_of(encoded: object, table: Sequence[object]) -> list[object]:
-    """Return the rows of the table that a value refers to, directly or through other rows."""
-    rows: dict[int, object] = {}
+def _with_rows(encoded: object, table: Sequence[object]) -> list[object]:
+    """Return an encoded value, and the rows of the table that it refers to, with numbers in the order of their use."""
+    numbers: dict[int, int] = {}
     queue = [encoded]
-    while queue:
-        value = queue.pop()
+
+    def numbered(value: object) -> object:
         if not isinstance(value, (list, tuple)):
-            continue
+            return value
         kind, number = value if len(value) == 2 else (None, None)
-        if kind == "plain":
-            continue
-        if kind == "new" and isinstance(number, int) and number < len(table):
-            if number not in rows:
-                rows[number] = table[number]
+        if kind == "new" and type(number) is int and number < len(table):
+            if number not in numbers:
+                numbers[number] = len(queue)
                 queue.append(table[number])
-        else:
-            queue.extend(value)
-    return list(rows.values())
+            return [kind, numbers[number]]
+        return value if kind == "plain" else list(map(numbered, value))
+
+    return [numbered(value) for value in queue]
 
 
 def _may_be_handle(node: Node, name: str) -> bool:

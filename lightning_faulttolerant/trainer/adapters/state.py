@@ -8,7 +8,7 @@ progress bar shows the place of the run, and that it resumed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -145,6 +145,12 @@ class Pruning:
                 weight.data.copy_(state["first"][str(number)])
 
 
+def _of_callbacks(trainer: Trainer, kind: Callable[[ModelPruning], bool] = lambda one: True) -> set[tuple[int, str]]:
+    """Return the modules and the names of the parameters that some ModelPruning prunes, of those of this kind."""
+    pruning = (callback for callback in callbacks(trainer) if isinstance(callback, ModelPruning) and kind(callback))
+    return {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
+
+
 class OwnMasks:
     """The masks of weights that a user's hook pruned: the hook isn't called again. ModelPruning's masks are left out.
 
@@ -155,8 +161,7 @@ class OwnMasks:
 
     def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
         modules = dict(trainer.lightning_module.named_modules())
-        pruning = (callback for callback in callbacks(trainer) if isinstance(callback, ModelPruning))
-        others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
+        others = _of_callbacks(trainer)
         self._masks: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
         for key in _pruned(weights):
             prefix, _, name = key.rpartition(".")
@@ -194,6 +199,17 @@ def load_shown(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> No
         mask = getattr(modules.get(prefix), name + _MASK, None)
         if mask is not None:
             setattr(modules[prefix], name, value.to(mask.device))
+
+
+def as_saved(trainer: Trainer, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `weights`, with pruned ones also under their own names: a ModelPruning may save masked values of them."""
+    modules, masked = dict(trainer.lightning_module.named_modules()), _of_callbacks(trainer, removes_masks)
+    found = {}
+    for key in _pruned(weights):
+        prefix, _, name = key.rpartition(".")
+        is_masked = (id(modules.get(prefix)), name) in masked
+        found[key] = weights[key + _HIDDEN] * weights[key + _MASK] if is_masked else weights[key + _HIDDEN]
+    return {**weights, **found}
 
 
 def without_masks(weights: Mapping[str, object], *, here: Mapping[str, object] | None = None) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
-from lightning_faulttolerant.state.objects.leaves import CantCarryError
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, is_no_data
+from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of, is_no_data
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.identity.compat import loaders_by_place
@@ -317,6 +317,18 @@ class Objects:
         lost += self._load_stores(state.get(STORES, {}))
         lost += current.load_state_dict(_without_callbacks(state, keep=self._roots.callbacks.keys()))
         return lost
+
+    def compared(self, state: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:
+        """Return the contents of everything in a state, and the live ones: of objects by path, of stores by name."""
+        if self._baseline is None or not state:
+            return {}, {}
+        saved, current = _without_callbacks(state, keep=self._roots.callbacks.keys()), self._baseline.state
+        current.keeps_bytes = True
+        live = unpickled(current.values_of(saved))
+        stores = {
+            name: _encoded(name, self._registered[name][0], {}) for name in state[STORES].keys() & self._registered
+        }
+        return {**contents_of(saved), **state[STORES]}, {**contents_of(live), **stores}
 
     def _load_stores(self, states: Mapping[str, Any]) -> list[str]:
         stores = self._registered

@@ -23,6 +23,21 @@ def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """What a resume has proved on the live objects.
+
+    Args:
+        num_read_back: How many values of the checkpoint were read again from the live objects, and are, bit by bit, as
+            they were saved. Texts, and what depends on the process or the clock, are not compared.
+    """
+
+    num_read_back: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.num_read_back} parts read back" if self.num_read_back else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeReport:
     """What was restored when a fit or an evaluation resumed.
 
@@ -39,6 +54,7 @@ class ResumeReport:
         inherited: Why the run has not been exact since an earlier resume.
         notes: Lines that are worth knowing: another machine, other versions.
         seconds: From the choice of the checkpoint until the first batch can be fetched.
+        proof: What was proved on the live objects.
     """
 
     path: str
@@ -53,6 +69,7 @@ class ResumeReport:
     inherited: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     seconds: float = 0.0
+    proof: Proof = Proof()
 
     @property
     def is_exact(self) -> bool:
@@ -80,7 +97,7 @@ class ResumeReport:
         if fields is None:
             return None
         own: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in fields.items()}
-        return cls(**own)
+        return cls(**{**own, "proof": Proof(**own.get("proof", {}))})
 
     @property
     def title(self) -> str:
@@ -93,6 +110,7 @@ class ResumeReport:
             f"{self.title}, in {self.seconds:.2f} s",
             f"  from      {self.path}",
             f"  restored  {', '.join(self.restored)}",
+            *([f"  proof     {self.proof}"] if str(self.proof) else []),
         ]
         lines += [f"  NOT EXACT {line}" for line in (*self.inherited, *self.not_exact)]
         lines += [f"  WITHOUT   {line}" for line in self.objects]

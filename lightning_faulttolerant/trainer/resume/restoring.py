@@ -193,7 +193,9 @@ class Restoring:
             captured = part["instead"].get("buffers", {}) if "instead" in part else {}
             grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
         if resume.position is not None:
-            resume.restored.note_checkpoint(loaded, rewritten=part.get(REWRITTEN, ()) if part is not None else ())
+            rewritten = part.get(REWRITTEN, ()) if part is not None else ()
+            resume.round_trip.note(loaded, rewritten=rewritten)
+            resume.restored.note_checkpoint(loaded, rewritten=rewritten)
         return resume
 
     def around_restore_training_state(self, original: Method) -> None:

@@ -39,7 +39,8 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
+from lightning_faulttolerant.trainer.resume.proof import RoundTrip, not_read_back
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, Proof, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -50,7 +51,8 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     surroundings,
     warn_late,
 )
-from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState, put_instead
+from lightning_faulttolerant.trainer.save.capture import put_instead
+from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
 from lightning_faulttolerant.trainer.settings import Options
 
 
@@ -126,17 +128,17 @@ class Resume:
         self._options = options
         self._choice = choice.with_checkpoint(None)
         self._began = time.monotonic()
-        is_branch = choice.parent is not None
         self._differences = _Differences(
             ranks=ranks,
             all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic, accepted=options.accepted),
-            of_settings=Comparison(self._path, strict=False, is_elastic=True) if is_branch else None,
+            of_settings=Comparison(self._path, strict=False, is_elastic=True) if choice.parent else None,
         )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
         self._content = _Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
         self.restored = RestoredState(trainer, self._read_again, wins=choice.is_autosave)
         """What Lightning restores."""
+        self.round_trip = RoundTrip(trainer)
         self._report: ResumeReport | None = None
         if choice.part is None:
             self._differences.all.not_exact.append(NO_PART)
@@ -182,8 +184,8 @@ class Resume:
         if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._content.state["metrics"])
         self._content.part = {**part, "ranks": []}
-        if FINGERPRINT in self._content.state:  # data sets may differ from rank to rank
-            self._content.part["fingerprint"] = {**part["fingerprint"], "loaders": self._content.state[FINGERPRINT]}
+        if loaders := self._content.state.get(FINGERPRINT):  # data sets may differ from rank to rank
+            self._content.part["fingerprint"] = {**part["fingerprint"], "loaders": loaders}
         self._loaders.note_checkpoint(has_places="loaders" in self._content.state)
         lacking = [f"{TITLES[name]}: not in the checkpoint" for name in TITLES if name not in self._content.state]
         if lacking and self._options.strict:
@@ -267,8 +269,7 @@ class Resume:
         states = checkpoint.get("callbacks", {})
         checkpoint["callbacks"] = {key: state for key, state in states.items() if key not in own}
         self._content.callback_states = checkpoint["callbacks"]
-        if "files" in self._content.state:
-            files = self._content.state["files"]
+        if files := self._content.state.get("files"):
             files = {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}}
             self._content.state = {**self._content.state, "files": files}
 
@@ -307,8 +308,7 @@ class Resume:
             # As in the uninterrupted run: ModelCheckpoint never removes the file that a run was started from.
             compat.put_checkpoint_path(self._trainer, self._choice.origin)
         restore_best_models(self._trainer, self._content.callback_states)
-        saved = self._content.part["fingerprint"]
-        settings = self._fingerprint.settings()
+        saved, settings = self._content.part["fingerprint"], self._fingerprint.settings()
         if self._content.resized is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
         of_settings = self._differences.of_settings
@@ -316,8 +316,8 @@ class Resume:
         if of_settings is not None:
             of_settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
         notes, lost = splits.put_back(self.saved(OBJECTS).get(SPLITS, ()))
-        self.notes += notes
         self._differences.all.take_drawn(lost)
+        self.notes += notes
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._content.state.get("loaders", {}))
         if "files" in self._content.state:
@@ -329,8 +329,7 @@ class Resume:
             self._trainer.should_stop = self._content.state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, object] | None, now: Mapping[str, object]) -> None:
-        not_exact = self._differences.all.not_exact
-        num_known = len(not_exact)
+        num_known = len(self._differences.all.not_exact)
         if saved is not None:
             self._differences.all.compare_loader(
                 place,
@@ -341,7 +340,7 @@ class Resume:
                 restored=filled_in(self.saved(OBJECTS)),
             )
         if not self.is_pending:
-            warn_late(not_exact[num_known:])
+            warn_late(self._differences.all.not_exact[num_known:])
 
     def admit(self, reasons: list[str]) -> None:
         """Report what can't be restored exactly.
@@ -358,8 +357,7 @@ class Resume:
     def _fails(self, reason: str, *, remedy: str | None = None) -> None:
         if self._options.strict:
             nearest = self._choice.sets_aside
-            autosave = "an autosave" if nearest is None else f"the autosave {nearest}"
-            remedy = remedy or f"Resume from {autosave}"
+            remedy = remedy or f"Resume from {'an autosave' if nearest is None else f'the autosave {nearest}'}"
             raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
         self._differences.all.not_exact.append(reason)
 
@@ -414,8 +412,7 @@ class Resume:
         # The data setup has already begun an epoch, before the state was restored. It begins again.
         self._loaders.resume_from(self._content.state.get("loaders", {}))
         position = self.position
-        ended = why_ended(self._trainer)
-        if ended is not None:
+        if (ended := why_ended(self._trainer)) is not None:
             self._fails(f"{self._path} comes from a fit that {ended}, so it can't be trained further")
         num_batches = self._trainer.num_training_batches
         is_inside = position is not None and 0 < position.batch < num_batches
@@ -425,19 +422,40 @@ class Resume:
             self._fails(position.reason_of_cut(self._path))
 
     def restore(self, run_state: RunState) -> None:
-        """Restore the state. Call this when only the next fetch, or work that is still owed, comes after it.
+        """Restore the state, and prove it. Call this when only the next fetch, or work still owed, comes after it.
 
         Raises:
             NotExactError: If `strict`, and a part of the state can't be restored.
         """
         self.admit(self.restored.put_back(self.owed(CREATED)))
         self._differences.all.not_exact += self.restored.not_exact
-        missing = run_state.load_state_dict(Trust(self._options).unpickled(self._content.state, self._path))
-        self.admit([*missing, *(run_state.objects_not_restored if self._options.strict else ())])
+        state = Trust(self._options).unpickled(self._content.state, self._path)
+        lost = run_state.load_state_dict(state)
+        self.admit([*lost, *(run_state.objects_not_restored if self._options.strict else ())])
+        self._prove(run_state, state)
         if self._differences.applied is not None:
             self._differences.applied.apply_window()
         self.notes = [*self.notes, *run_state.objects.notes]
         self.settle(without=run_state.objects_not_restored)
+
+    def _prove(self, run_state: RunState, state: Mapping[str, Any]) -> None:
+        """Read everything again, and report each leaf that is not as it was saved, unless it is reported already."""
+        if self._content.part is None or self.position is None:
+            return
+        if self.restored.not_exact:  # a hook has changed what was loaded
+            self.round_trip.forget()
+        if self._differences.of_settings is not None:  # a branch has settings of its own
+            self.round_trip.forget("optimizers", "schedulers")
+        if self._content.resized is not None:
+            self.round_trip.forget("loops")
+            state = {}
+            self.notes.append("what each rank keeps by itself is not compared: another number of ranks saved it")
+        saved, now = self._content.part["fingerprint"]["loaders"], self._loaders.fingerprints
+        if self._loaders.exactness.reasons or any(saved.get(place, one) != one for place, one in now.items()):
+            state = {name: one for name, one in state.items() if name != "loaders"}
+        named = [f"{OBJECTS}.{line.partition(': ')[0]}" for line in run_state.objects_not_restored]
+        found = self.round_trip.differences(run_state, state, self.position, without=named)
+        self._differences.all.take_read_back(list(map(str, found)), lambda own: not_read_back(own, path=self._path))
 
     @property
     def report(self) -> ResumeReport | None:
@@ -460,8 +478,7 @@ class Resume:
         if not self._options.strict:  # otherwise, a rank that has lost something has raised, and is not here
             own = self._differences.all.not_exact
             own[:], without = of_all(self._differences.ranks, own, without)
-        saved = self._content.part["surroundings"] if self._content.part is not None else {}
-        changed = differences(saved, surroundings(self._trainer)) if saved else ()
+        changed = differences(saved, surroundings(self._trainer)) if (saved := self.owed("surroundings")) else ()
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
         self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)
@@ -474,9 +491,10 @@ class Resume:
             inherited=tuple(self.owed(NOT_EXACT) or ()),
             notes=(*self._differences.shown, *self.notes, *self._files.notes, *branched),
             seconds=time.monotonic() - self._began,
+            proof=Proof(num_read_back=self.round_trip.num_read_back),
         )
         self._report, self._content.state, self._content.callback_states = report, {}, {}
         is_own = self._choice.is_autosave and not self._choice.parent
         tell_resumed(self.report or report, self._differences.shown, is_own=is_own)
-        if (position := self.position) is not None and position.is_in_epoch:
-            continue_bar_at(self._trainer, position)
+        if self.position is not None and self.position.is_in_epoch:
+            continue_bar_at(self._trainer, self.position)

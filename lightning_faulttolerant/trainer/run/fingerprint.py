@@ -19,7 +19,7 @@ import shlex
 import sys
 import types
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -157,11 +157,25 @@ class Comparison:
         """
         self._take(lines, remedy=_SEED_IT)
 
+    def take_read_back(self, lines: list[str], error: Callable[[list[str]], Exception]) -> None:
+        """Take the values that are not as they were saved, when all are restored.
+
+        Args:
+            lines: A line for each: its path, and both values.
+            error: Returns what is raised if some of them are an error.
+        """
+        if refused := self._refused(lines):
+            raise error(refused)
+        self._take(lines)
+
     def _take(self, lines: list[str], remedy: str = "") -> None:
-        refused = [line for line in lines if not is_below(line.partition(": ")[0], self._accepted)]
-        if refused and self._strict:
+        refused = self._refused(lines)
+        if refused:
             raise _mismatch(refused, path=self._path, remedy=remedy)
         self.not_exact += [line for line in lines if line not in self.not_exact]
+
+    def _refused(self, lines: Sequence[str]) -> list[str]:
+        return [one for one in lines if self._strict and not is_below(one.partition(": ")[0], self._accepted)]
 
 
 _SEED = "sampler_seed"  # compared if both runs have one: a run of one rank has none
@@ -296,8 +310,6 @@ def differences(saved: object, now: object, path: str = "") -> Iterator[str]:
 
 def _mismatch(lines: Sequence[str], *, path: str, remedy: str) -> FingerprintMismatchError:
     """Return the error for `lines` of `differences` from the run that saved `path`, with advice."""
-    command = shlex.join(start_of_process(sys.argv, os.environ).command.words)
-    names = " ".join(f"--accept {shlex.quote(line.partition(': ')[0])}" for line in lines)
     return FingerprintMismatchError(
         "\n".join(
             (
@@ -305,10 +317,22 @@ def _mismatch(lines: Sequence[str], *, path: str, remedy: str) -> FingerprintMis
                 *(f"  - {line}" for line in lines),
                 *([remedy] if remedy else []),
                 "The result would belong to neither run. Start with the same settings. To continue all the same, type:",
-                f"  lightning-faulttolerant run {names} -- {command}",
+                accepting(names_in(lines)),
             )
         )
     )
+
+
+def names_in(lines: Sequence[str]) -> list[str]:
+    """Return the names of the differences in these lines."""
+    return [line.partition(": ")[0] for line in lines]
+
+
+def accepting(names: Sequence[str]) -> str:
+    """Return the command that accepts differences with these names."""
+    command = shlex.join(start_of_process(sys.argv, os.environ).command.words)
+    options = " ".join(f"--accept {shlex.quote(name)}" for name in names)
+    return f"  lightning-faulttolerant run {options} -- {command}"
 
 
 def _sampler_seed(loader: DataLoader[object]) -> dict[str, int]:

@@ -25,9 +25,10 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
+from lightning_faulttolerant.trainer.save.capture import Capture
 from lightning_faulttolerant.trainer.save.contents import CheckpointContents, HookSaves, can_wait
 from lightning_faulttolerant.trainer.save.pace import Pace, described
-from lightning_faulttolerant.trainer.save.run_state import Capture, RunState
+from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)

@@ -68,7 +68,8 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
 )
 from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
-from lightning_faulttolerant.trainer.save.run_state import Capture, RunState, named_callbacks, put_instead
+from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
+from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
 from lightning_faulttolerant.trainer.sections import OwnTimes
 
 _log = logging.getLogger(__name__)

@@ -1,33 +1,27 @@
 """The state of a run that Lightning does not save: `PARTS` lists what it consists of.
 
 Gradients are part of the state at a boundary if they outlive their step.
-
-The state of one instant, which can still be saved when the run is a little further on.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_faulttolerant.checkpoint.schema import Instead
-from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.objects.object_state import LOST
 from lightning_faulttolerant.state.objects.walk import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
-    TensorMarks,
+    buffers_of,
     buffers_state,
-    extra_state,
     flags_state,
     gradients_state,
     kinds_of_buffers,
@@ -35,12 +29,11 @@ from lightning_faulttolerant.state.tensors import (
     load_flags,
     load_gradients,
     make_room,
-    shard_of,
+    weights_of,
 )
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.logged_results import load_results, results_state
 from lightning_faulttolerant.trainer.adapters.state import (
-    averaged_tensors,
     callbacks_state,
     load_callbacks,
     load_shown,
@@ -61,97 +54,10 @@ from lightning_faulttolerant.trainer.position import (
 )
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manual
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
-from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
-from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 from lightning_faulttolerant.trainer.save.left_out import LeftOut
 from lightning_faulttolerant.trainer.settings import Options
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Capture:
-    """The state of one instant. It can be saved later, as long as no parameter has moved."""
-
-    position: TrainerPosition
-    state: Mapping[str, Any]
-    loops: Mapping[str, object]
-    callbacks: Mapping[str, object]
-    schedulers: list[object]
-    param_groups: list[list[Mapping[str, object]]]
-    held: list[list[list[int]]]
-    precision: Mapping[str, object]
-    buffers: Mapping[str, Tensor]
-    extra: Mapping[str, object]
-    marks: TensorMarks
-    taken_at: float
-
-    def instead(self) -> Instead:
-        """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
-        return {
-            "loops": self.loops,
-            "callbacks": self.callbacks,
-            "schedulers": self.schedulers,
-            "param_groups": self.param_groups,
-            "precision": self.precision,
-            "buffers": self.buffers,
-            "extra": self.extra,
-        }
-
-    def is_current(self, trainer: Trainer) -> bool:
-        """Return whether parameters and optimizer states are still those of the capture."""
-        if self.held != held_by_groups(trainer):
-            return False  # a parameter was unfrozen
-        return self.marks.unmoved(moving_tensors(trainer))
-
-
-def take_capture(run: RunState, position: TrainerPosition) -> Capture:
-    """Return the state of this instant that a later dump by Lightning would no longer have."""
-    trainer = run.trainer
-    states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
-    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    return Capture(
-        position=position,
-        state=run.state_dict(position),
-        loops=copy.deepcopy(trainer.fit_loop.state_dict()),
-        callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
-        schedulers=copy.deepcopy(run.schedulers.plain(schedulers)),
-        param_groups=[copied_groups(optimizer) for optimizer in trainer.optimizers],
-        held=held_by_groups(trainer),
-        precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
-        buffers=buffers_state(trainer.lightning_module),
-        extra=extra_state(trainer.lightning_module),
-        marks=TensorMarks(moving_tensors(trainer)),
-        taken_at=perf_counter(),
-    )
-
-
-def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerPosition, trainer: Trainer) -> None:
-    """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
-    checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
-    checkpoint["loops"]["fit_loop"] = instead["loops"]
-    checkpoint.update(as_captured(checkpoint, instead, trainer))
-    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
-    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-    whole = {name: value for name, value in weights.items() if shard_of(value) is value}
-    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
-    if weights:  # if a strategy gathers them, only rank 0 has them
-        weights.update(instead["extra"])
-    states = [state for state in checkpoint.get("optimizer_states", ()) if state]
-    for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
-        pairs = zip(state["param_groups"], groups, strict=True)
-        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
-
-
-def moving_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that a capture does not copy: parameters, optimizer states, averaged weights."""
-    reshard(trainer)
-    tensors = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
-    for optimizer in trainer.optimizers:
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return tensors
-
 
 VALIDATION_RUN = "validation"
 """The part of a checkpoint from inside a validation run, or from an evaluation."""
@@ -189,6 +95,9 @@ class Part:
         load_state_dict: Restores it from a state that has it, and may return the names of what no longer exists;
             ``None`` if it is restored elsewhere.
         is_of_evaluations: Whether only a state from inside a validation run or an evaluation has it.
+        compare: What `compared` does; ``None`` if the result of `state_dict` has that form.
+        derived: The keys in it that depend on the process or the clock: they are not compared.
+        is_read_back: Whether a resume compares it with the live objects.
     """
 
     name: str
@@ -196,6 +105,32 @@ class Part:
     state_dict: Callable[[RunState, _Moment], Any]
     load_state_dict: Callable[[RunState, Mapping[str, Any]], list[str] | None] | None
     is_of_evaluations: bool = False
+    compare: Callable[[RunState, _Moment, Any], tuple[object, object]] | None = None
+    derived: frozenset[str] = frozenset()
+    is_read_back: bool = True
+
+    def compared(self, run: RunState, at: _Moment, saved: Any) -> tuple[object, object]:
+        """Return the part's value in a checkpoint and the live one, in a form in which equal values are equal."""
+        return (saved, self.state_dict(run, at)) if self.compare is None else self.compare(run, at, saved)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """One part of a state that was restored, to compare with the live objects.
+
+    Args:
+        name: Its key in a checkpoint.
+        derived: The keys in it that depend on the process.
+        values: Returns its value in a checkpoint, and the same read from the live objects.
+    """
+
+    name: str
+    derived: frozenset[str]
+    values: Callable[[], tuple[object, object]]
+
+    def live(self) -> object:
+        """Return its live value."""
+        return self.values()[1]
 
 
 class RunState:
@@ -324,6 +259,19 @@ class RunState:
                 missing += [f"{part.title}: nothing to restore {what!r} into" for what in lost]
         return missing
 
+    def read_back(self, position: TrainerPosition, state: Mapping[str, Any]) -> Iterator[ReadBack]:
+        """Yield each part in `state` that a resume has restored from it.
+
+        Args:
+            position: Where it was taken.
+            state: A `state_dict`.
+        """
+        self._refresh()
+        at = self._moment(position, strict=False)
+        for part in PARTS:
+            if part.name in state and part.is_read_back:
+                yield ReadBack(part.name, part.derived, partial(part.compared, self, at, state[part.name]))
+
 
 def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
     """Return callbacks by class and number within the class: a callback of another class in front renames none."""
@@ -411,9 +359,22 @@ def _load_callbacks(run: RunState, state: Mapping[str, Any]) -> list[str] | None
     return load_callbacks(run.trainer, named_callbacks(compat.callbacks(run.trainer)), state["callbacks"])
 
 
-def _of_trainer(name: str, title: str, read: Callable[[Trainer], object], load: Callable[[Trainer, Any], Any]) -> Part:
+def _of_trainer(
+    name: str,
+    title: str,
+    read: Callable[[Trainer], object],
+    load: Callable[[Trainer, Any], Any],
+    *,
+    derived: frozenset[str] = frozenset(),
+) -> Part:
     """Return a part that is read from the trainer alone, and restored into it."""
-    return Part(name, title, lambda run, at: read(run.trainer), lambda run, state: load(run.trainer, state[name]))
+    return Part(
+        name,
+        title,
+        lambda run, at: read(run.trainer),
+        lambda run, state: load(run.trainer, state[name]),
+        derived=derived,
+    )
 
 
 def _of_module(
@@ -427,24 +388,47 @@ PARTS = (
     Part("rng", "random generators", lambda run, at: rng_state(), lambda run, state: set_rng_state(state["rng"])),
     Part("held", "generators held by objects", _held_state, _load_held),
     # `Resume` gives the loaders their places before they are iterated over.
-    Part("loaders", "order of samples and workers", _loaders_state, None),
+    Part(
+        "loaders",
+        "order of samples and workers",
+        _loaders_state,
+        None,
+        compare=lambda run, at, state: (state, _loaders_state(run, at)),
+        derived=frozenset(
+            {"recent", "digests", "log", "handed_out", "num_samples", "fetched", "ahead", "objects", "had_workers"}
+        ),  # how it has come to its place
+    ),
     Part(
         OBJECTS,
         "object state",
         lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"], strict=at.strict),
         _load_objects,
+        compare=lambda run, at, state: run.objects.compared(state),
     ),
     Part(
         "files",
         "",
         lambda run, at: run.files.state_dict(),
         lambda run, state: run.files.load_state_dict(state["files"]),
+        is_read_back=False,  # it says what the files of loggers and callbacks have, which are not the run's
     ),
     _of_trainer("results", "logged values", results_state, load_results),
     _of_module("metrics", "metrics", metrics_state, load_metrics),
     _of_module("shown", "", shown_state, load_shown),
-    Part("buffers", "tensors outside the state_dict", _buffers_state, _load_buffers),
-    Part("began", "", lambda run, at: {"buffers": run.kinds_of_buffers}, None),  # for `_load_buffers`
+    Part(
+        "buffers",
+        "tensors outside the state_dict",
+        _buffers_state,
+        _load_buffers,
+        compare=lambda run, at, state: (state, {**buffers_of(run.module), **weights_of(run.module)}),
+    ),
+    Part(
+        "began",  # for `_load_buffers`
+        "",
+        lambda run, at: {"buffers": run.kinds_of_buffers},
+        None,
+        is_read_back=False,
+    ),
     Part(
         "gradients",
         "gradients of an open accumulation window",
@@ -452,10 +436,23 @@ PARTS = (
         _load_gradients,
     ),
     _of_module("flags", "training and frozen flags", flags_state, load_flags),
-    _of_trainer("trainer", "trainer attributes", _trainer_state, _load_trainer_state),
+    _of_trainer(
+        "trainer",
+        "trainer attributes",
+        _trainer_state,
+        _load_trainer_state,
+        derived=frozenset({"validation_is_set_up"}),  # by a finder of this process
+    ),
     Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),
     # `ValidationRun` continues there.
-    Part(VALIDATION_RUN, "", lambda run, at: run.validation.state_dict(), None, is_of_evaluations=True),
+    Part(
+        VALIDATION_RUN,
+        "",
+        lambda run, at: run.validation.state_dict(),
+        None,
+        is_of_evaluations=True,
+        is_read_back=False,
+    ),
 )
 """What a run consists of besides Lightning's checkpoint, read in this order and restored in the reverse order.
 

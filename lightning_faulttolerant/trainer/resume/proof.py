@@ -1,0 +1,243 @@
+"""The round trip of a resume: the live value at each path of the file is read again, and compared bit by bit.
+
+Lightning's own parts are compared by checksums, noted when the checkpoint is loaded: the file's values are not kept.
+A leaf that differs each time it is read depends on the clock. Texts are not compared, because a path or an identifier
+may be another one in each process.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.digests import sample_digest
+from lightning_faulttolerant.state.objects.graph import is_at
+from lightning_faulttolerant.state.packing import tensor_to_blob
+from lightning_faulttolerant.state.tensors import bytes_of, is_readable, quick_sums, shard_of
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import as_saved
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
+from lightning_faulttolerant.trainer.ranks.gather import BUFFERS
+from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in
+from lightning_faulttolerant.trainer.save.run_state import RunState
+
+Leaves = dict[str, object]
+"""The leaves of a state, by path: the numbers themselves, and a mark of anything else."""
+
+_SMALL_BYTES = 4_096
+_NUMBERS = (bool, int, type(None))
+_PLAIN = (*_NUMBERS, float, complex, bytes)
+_SHOWN_CHARACTERS = 80
+_FEW, _MANY = 3, 8
+_VALIDATION_LOOP = ".val_loop."  # its counters begin again with each validation run
+
+
+class _LeafMark(NamedTuple):
+    """Stands for a leaf: equal if, and only if, the bits of the leaf are."""
+
+    text: str
+    content: object = None
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+_TEXT = _LeafMark("a text")
+_NOTHING = _LeafMark("nothing")
+
+
+def leaves_of(value: object, path: str = "", *, without: Collection[str] = frozenset()) -> Iterator[tuple[str, object]]:
+    """Yield the path and the value, or a mark of it, of each leaf of a state; dicts and lists have no value.
+
+    Args:
+        value: The state, or a part of it.
+        path: Where it is.
+        without: The keys that are left out.
+    """
+    value = shard_of(value)
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            if key not in without:
+                yield from leaves_of(one, f"{path}.{key}", without=without)
+    elif isinstance(value, (list, tuple)) and not all(isinstance(one, _PLAIN) for one in value):
+        for number, one in enumerate(value):
+            yield from leaves_of(one, f"{path}.{number}", without=without)
+    elif isinstance(value, (list, tuple)):
+        yield path, list(map(_plain, value))
+    elif isinstance(value, Tensor):
+        yield path, _mark_of(value)
+    else:
+        yield path, _plain(value)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, str):
+        return _TEXT
+    if isinstance(value, (float, complex)):
+        return _LeafMark(repr(value))  # NaN equals itself, and 0.0 is not -0.0
+    if isinstance(value, bytes):
+        return _LeafMark(f"{len(value)} bytes", value)
+    return value if isinstance(value, _NUMBERS) else _LeafMark(f"a {type(value).__qualname__}", _digest_of(value))
+
+
+def _digest_of(value: object) -> int:
+    """Return a checksum of an object: of its pickle, or else of its attributes."""
+    try:  # a pickle shows which parts are shared; a copy shares the same as the next copy
+        return zlib.crc32(pickle.dumps(pickle.loads(pickle.dumps(value))))
+    except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+        return sample_digest(value)
+
+
+@torch.no_grad()
+def _mark_of(tensor: Tensor) -> _LeafMark:
+    form = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
+    if not is_readable(tensor):
+        return _LeafMark(f"a {form}", None if tensor.is_meta else sample_digest(tensor))
+    is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+    content = tensor_to_blob((bytes_of(tensor, alignment=8) if is_small else quick_sums(tensor)).cpu())
+    return _LeafMark(f"{tensor.item()}, a {form}" if tensor.numel() == 1 else f"a {form}", zlib.crc32(content))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangedLeaf:
+    """A leaf that is not as it was saved.
+
+    Args:
+        path: Where it is in the state.
+        saved: Its value or mark in the file.
+        now: Its live value or mark.
+    """
+
+    path: str
+    saved: object
+    now: object
+
+    def __str__(self) -> str:
+        saved, now = (repr(one)[:_SHOWN_CHARACTERS] for one in (self.saved, self.now))
+        is_content = " with another content" if saved == now else ""
+        return f"{self.path}: {saved} when it was saved, {now}{is_content} now"
+
+
+def not_read_back(lines: Sequence[str], *, path: str) -> NotExactError:
+    """Return the error for values that a resume from `path` has not restored as they were saved, with advice."""
+    names = names_in(lines)
+    if len(names) > _FEW:
+        names = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    more = [f"  and {len(lines) - _MANY} more"] if len(lines) > _MANY else []
+    return NotExactError(
+        "\n".join(
+            (
+                f"{path} can't be resumed exactly. Read again after the restore, {len(lines)} of its values differ:",
+                *(f"  - {line}" for line in lines[:_MANY]),
+                *more,
+                "Code of this process has changed them, or the checkpoint was changed. To continue all the same, type:",
+                accepting(names),
+            )
+        )
+    )
+
+
+@final
+class RoundTrip:
+    """Compares the live objects of a fit with the checkpoint that they were restored from.
+
+    Args:
+        trainer: The trainer that runs the fit.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._noted: dict[str, Leaves] = {}
+        self.num_read_back = 0
+        """The number of leaves that are, bit by bit, as they were saved."""
+
+    def note(self, checkpoint: Mapping[str, Any], *, rewritten: Collection[str]) -> None:
+        """Note what Lightning loads next.
+
+        Args:
+            checkpoint: The checkpoint.
+            rewritten: The parts of it that hooks save in another form.
+        """
+        own = {one.state_key for one in self._callbacks()}
+        found = {
+            "weights": checkpoint.get("current_model_state", checkpoint.get("state_dict", {})),
+            "optimizers": checkpoint.get("optimizer_states", ()),
+            "schedulers": checkpoint.get("lr_schedulers", ()),
+            "callbacks": {key: one for key, one in checkpoint.get("callbacks", {}).items() if key in own},
+            "loops": checkpoint.get("loops", {}).get("fit_loop", {}),
+            "precision": checkpoint.get(type(self._trainer.precision_plugin).__qualname__, {}),
+        }
+        keys = {"weights": "state_dict", "optimizers": "optimizer_states"}
+        if has_shards(self._trainer.strategy):  # it has loaded them before, into other tensors
+            rewritten = [*rewritten, *keys.values()]
+        self._noted = {
+            name: dict(leaves_of(one, name)) for name, one in found.items() if keys.get(name) not in rewritten
+        }
+
+    def forget(self, *parts: str) -> None:
+        """Do not compare these parts of what was noted; without a name, none."""
+        self._noted = {name: one for name, one in self._noted.items() if parts and name not in parts}
+
+    def differences(
+        self, run_state: RunState, saved: Mapping[str, Any], position: TrainerPosition, *, without: Collection[str] = ()
+    ) -> list[ChangedLeaf]:
+        """Return the leaves that are not as they were saved.
+
+        Args:
+            run_state: Reads what Lightning does not restore.
+            saved: The state that it has restored.
+            position: Where it was taken.
+            without: The paths of those that are known.
+        """
+        noted, self._noted = self._noted, {}
+        for name in saved.get(BUFFERS, {}):  # the checkpoint has those of rank 0
+            noted.get("weights", {}).pop(f"weights.{name}", None)
+        readers = self._readers(run_state.schedulers.plain)
+        found = [one for name, leaves in noted.items() for one in self._compared(leaves, readers[name], name)]
+        found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
+        for part in run_state.read_back(position, saved):
+            leaves = dict(leaves_of(part.values()[0], part.name, without=part.derived))
+            found += self._compared(leaves, part.live, part.name)
+        return [one for one in found if not any(is_at(one.path, path) for path in without)]
+
+    def _is_added(self, one: ChangedLeaf) -> bool:
+        """Return whether other code has added a key to the state of a callback in the checkpoint."""
+        states = {f"callbacks.{callback.state_key}": callback.state_dict() for callback in self._callbacks()}
+        own = [f"{path}.{key}" for path, state in states.items() if isinstance(state, dict) for key in state]
+        return is_at(one.path, "callbacks") and not any(is_at(one.path, path) for path in own)
+
+    def _callbacks(self) -> list[Callback]:
+        # The states of ModelCheckpoints continue together with their files.
+        return [one for one in compat.callbacks(self._trainer) if not isinstance(one, ModelCheckpoint)]
+
+    def _readers(self, plain: Callable[[list[Any]], object]) -> dict[str, Callable[[], object]]:
+        """Return what reads each part of Lightning's."""
+        trainer = self._trainer
+        return {
+            "weights": lambda: as_saved(trainer, trainer.strategy.lightning_module_state_dict()),
+            "optimizers": lambda: [one.state_dict() for one in trainer.optimizers],
+            "schedulers": lambda: plain([one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]),
+            "callbacks": lambda: {one.state_key: one.state_dict() for one in self._callbacks()},
+            "loops": trainer.fit_loop.state_dict,
+            "precision": trainer.precision_plugin.state_dict,
+        }
+
+    def _compared(self, saved: Leaves, read: Callable[[], object], name: str) -> list[ChangedLeaf]:
+        now: Leaves = dict(leaves_of(read(), name))
+        found = [ChangedLeaf(path=path, saved=one, now=now.get(path, _NOTHING)) for path, one in saved.items()]
+        found = [one for one in found if type(one.saved) is not type(one.now) or one.saved != one.now]
+        self.num_read_back += len(saved) - len(found)
+        if not found:
+            return []
+        again = dict(leaves_of(read(), name))  # what depends on the clock has changed since
+        return [one for one in found if again.get(one.path, _NOTHING) == one.now]

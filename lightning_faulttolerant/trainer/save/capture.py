@@ -1,0 +1,106 @@
+"""A capture: the state of one instant, which can still be saved when the run is a little further on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_faulttolerant.checkpoint.schema import Instead
+from lightning_faulttolerant.clock import perf_counter
+from lightning_faulttolerant.state.tensors import TensorMarks, buffers_state, extra_state, shard_of
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import averaged_tensors
+from lightning_faulttolerant.trainer.position import TrainerPosition
+from lightning_faulttolerant.trainer.ranks.gather import as_captured
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
+from lightning_faulttolerant.trainer.save.run_state import RunState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """The state of one instant. It can be saved later, as long as no parameter has moved."""
+
+    position: TrainerPosition
+    state: Mapping[str, Any]
+    loops: Mapping[str, object]
+    callbacks: Mapping[str, object]
+    schedulers: list[object]
+    param_groups: list[list[Mapping[str, object]]]
+    held: list[list[list[int]]]
+    precision: Mapping[str, object]
+    buffers: Mapping[str, Tensor]
+    extra: Mapping[str, object]
+    marks: TensorMarks
+    taken_at: float
+
+    def instead(self) -> Instead:
+        """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
+        return {
+            "loops": self.loops,
+            "callbacks": self.callbacks,
+            "schedulers": self.schedulers,
+            "param_groups": self.param_groups,
+            "precision": self.precision,
+            "buffers": self.buffers,
+            "extra": self.extra,
+        }
+
+    def is_current(self, trainer: Trainer) -> bool:
+        """Return whether parameters and optimizer states are still those of the capture."""
+        if self.held != held_by_groups(trainer):
+            return False  # a parameter was unfrozen
+        return self.marks.unmoved(moving_tensors(trainer))
+
+
+def take_capture(run: RunState, position: TrainerPosition) -> Capture:
+    """Return the state of this instant that a later dump by Lightning would no longer have."""
+    trainer = run.trainer
+    states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
+    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return Capture(
+        position=position,
+        state=run.state_dict(position),
+        loops=copy.deepcopy(trainer.fit_loop.state_dict()),
+        callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
+        schedulers=copy.deepcopy(run.schedulers.plain(schedulers)),
+        param_groups=[copied_groups(optimizer) for optimizer in trainer.optimizers],
+        held=held_by_groups(trainer),
+        precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
+        buffers=buffers_state(trainer.lightning_module),
+        extra=extra_state(trainer.lightning_module),
+        marks=TensorMarks(moving_tensors(trainer)),
+        taken_at=perf_counter(),
+    )
+
+
+def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerPosition, trainer: Trainer) -> None:
+    """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
+    checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
+    checkpoint["loops"]["fit_loop"] = instead["loops"]
+    checkpoint.update(as_captured(checkpoint, instead, trainer))
+    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
+    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+    whole = {name: value for name, value in weights.items() if shard_of(value) is value}
+    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
+    if weights:  # if a strategy gathers them, only rank 0 has them
+        weights.update(instead["extra"])
+    states = [state for state in checkpoint.get("optimizer_states", ()) if state]
+    for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
+        pairs = zip(state["param_groups"], groups, strict=True)
+        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
+
+
+def moving_tensors(trainer: Trainer) -> list[Tensor]:
+    """Return the tensors that a capture does not copy: parameters, optimizer states, averaged weights."""
+    reshard(trainer)
+    tensors = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors
