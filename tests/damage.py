@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 class Payload:
@@ -16,6 +19,13 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.path),)
+
+
+def bytes_of(content: object, **options: Any) -> bytes:
+    """Return the file that torch saves of a content."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer, **options)
+    return buffer.getvalue()
 
 
 def cut_file(path: Path) -> None:

@@ -20,13 +20,12 @@ from hypothesis import strategies
 
 from lightning_faulttolerant.checkpoint.schema import read_summary
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from tests.damage import bytes_of
 
 
 def summary_of(content, **options):
     """Save with torch, and return the summary."""
-    buffer = io.BytesIO()
-    torch.save(content, buffer, **options)
-    return read_summary(buffer, name="the file")
+    return read_summary(io.BytesIO(bytes_of(content, **options)), name="the file")
 
 
 def archive_of(records, **options):
@@ -213,9 +212,7 @@ def test_a_tensor_of_an_impossible_shape_is_an_object(shape, is_tensor: bool):
 
 def test_a_damaged_file_is_described_or_refused():
     """Cut anywhere, it is refused; with any byte changed, nothing else is raised, and nothing is run."""
-    buffer = io.BytesIO()
-    torch.save({"step": 3, "weights": torch.zeros(10)}, buffer)
-    data = buffer.getvalue()
+    data = bytes_of({"step": 3, "weights": torch.zeros(10)})
     for length in range(0, len(data), 7):
         with pytest.raises(DamagedCheckpointError):
             read_summary(io.BytesIO(data[:length]), name="the file")

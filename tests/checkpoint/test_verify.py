@@ -22,20 +22,13 @@ from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.ranks import RankReader
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from tests.damage import Payload
+from tests.damage import Payload, bytes_of
 from tests.messages import plain
 from tests.storage.stores import error_of
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}
 LARGE = 100_000
 PATH = Path("/a")
-
-
-def bytes_of(value):
-    """Return a saved file."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 SOUND = bytes_of(CONTENT)

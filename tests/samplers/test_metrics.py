@@ -12,6 +12,7 @@ import torch.distributed as dist
 from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant import FaultToleranceError, MetricsTracker, NotExactError
+from tests.damage import bytes_of
 from tests.ranks import on_ranks
 
 
@@ -97,10 +98,7 @@ def test_a_state_is_plain_and_continues_in_the_middle_of_a_step() -> None:
     """The state loads with weights_only=True, stays as saved, and is restored completely."""
     metrics = MetricsTracker({"m": "mean"})
     metrics.update({"m": 1, "n": 2}).end_epoch().update({"m": 3}).reduce().update({"m": 5, "n": 1})
-    file = io.BytesIO()
-    torch.save(metrics.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = torch.load(io.BytesIO(bytes_of(metrics.state_dict())), weights_only=True)
     kept = metrics.state_dict()
     metrics.update({"m": 100}).reduce().end_epoch()
     assert kept == state

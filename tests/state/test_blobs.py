@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from lightning_faulttolerant.state.packing import POOL, pack_blobs, tensor_to_blob, unpack_blobs
+from tests.damage import bytes_of
+from tests.state.objects.round_trips import through_a_file
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 nested = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
@@ -25,17 +26,12 @@ def test_bytes_of_a_view_are_those_that_it_shows() -> None:
 @given(state=nested)
 def test_nested_state_comes_back_through_a_safe_file(state: object) -> None:
     """Any nesting of dicts, lists and plain values loads with ``weights_only=True`` and is equal again."""
-    file = io.BytesIO()
-    torch.save(pack_blobs({"state": state}), file)
-    file.seek(0)
-    assert unpack_blobs(torch.load(file, weights_only=True)) == {"state": state}
+    assert through_a_file(state) == state
 
 
 def size(state: object) -> int:
     """Return the length of a file of `state`."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.tell()
+    return len(bytes_of(state))
 
 
 def test_equal_bytes_are_stored_once() -> None:

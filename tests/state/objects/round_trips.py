@@ -10,13 +10,12 @@ import torch
 
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
+from tests.damage import bytes_of
 
 
 def through_a_file(state: Any) -> Any:
     """Return `state` as it comes out of a checkpoint that is loaded safely."""
-    file = io.BytesIO()
-    torch.save(pack_blobs({"state": state}), file)
-    file.seek(0)
+    file = io.BytesIO(bytes_of(pack_blobs({"state": state})))
     return unpack_blobs(torch.load(file, weights_only=True))["state"]
 
 
