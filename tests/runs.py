@@ -1,37 +1,15 @@
-"""A small model and its fit, which draw random numbers, and what tests do with them."""
+"""The fit of a small model, which draws random numbers, and what tests do with it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.laws.data_sets import NoisyDataset
-
-
-class Net(LightningModule):
-    """Dropout, batch norm, Adam, a scheduler per step; logs its loss per step and per epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layers(batch).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.layers(batch).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+from tests.laws.rows import Net
 
 
 def make_trainer(callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:

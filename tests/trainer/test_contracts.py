@@ -46,8 +46,9 @@ from lightning_faulttolerant.trainer.files import compat as files
 from lightning_faulttolerant.trainer.identity import compat as identity
 from lightning_faulttolerant.trainer.ranks import compat as ranks
 from lightning_faulttolerant.trainer.steps import compat as steps
+from tests.laws.rows import Net
 from tests.ranks import on_ranks
-from tests.runs import Net, fit_net
+from tests.runs import fit_net
 
 # Names inside a validation run are gone after it.
 IN_A_RUN = {"_data_fetcher", "_combined_loader", "_iterator", "_iterator_idx", "_idx", "_load_current_iterator"}

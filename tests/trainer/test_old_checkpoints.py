@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
-from tests.runs import Net, SavesAfter, fit_net
+from tests.laws.rows import Net
+from tests.runs import SavesAfter, fit_net
 
 NUM_STEPS = 3
 _MOVED = {  # the places in 1.9 of what 2.x keeps in its loops

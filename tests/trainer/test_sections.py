@@ -23,7 +23,8 @@ from lightning_faulttolerant.supervision.heartbeats import (
 )
 from lightning_faulttolerant.supervision.watch import SIGNAL
 from tests.laws.data_sets import NoisyDataset
-from tests.runs import Net, fit_net, make_trainer
+from tests.laws.rows import Net
+from tests.runs import fit_net, make_trainer
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_faulttolerant import FaultTolerance, NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import Net, SavesAfter, fit_net
+from tests.laws.rows import Net
+from tests.runs import SavesAfter, fit_net
 
 
 def fit(tmp_path: Path, module: LightningModule, callbacks: list[Callback], **arguments: Any) -> None:

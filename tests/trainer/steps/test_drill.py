@@ -15,9 +15,10 @@ from lightning_faulttolerant.errors import DrillFault
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, SAVE_VARIABLE
 from lightning_faulttolerant.trainer.steps.digests import digest
 from tests.laws.data_sets import NoisyDataset
+from tests.laws.rows import Net
 from tests.ledgers import FitLines, read_ledger, with_ledger
 from tests.processes import run
-from tests.runs import Net, fit_net, make_trainer
+from tests.runs import fit_net, make_trainer
 
 
 def fits_in(directory: Path) -> list[FitLines]:

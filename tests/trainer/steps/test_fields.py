@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.laws.rows import Net
 from tests.ledgers import FitLines, read_ledger, with_ledger
-from tests.runs import Net, fit_net
+from tests.runs import fit_net
 
 ROWS: Any = torch.linspace(-1, 1, 64).reshape(16, 4)
 

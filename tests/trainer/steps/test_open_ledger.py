@@ -11,9 +11,10 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.trainer.process import VARIABLE
+from tests.laws.rows import Net
 from tests.ledgers import read_ledger, with_ledger
 from tests.processes import run
-from tests.runs import Net, fit_net
+from tests.runs import fit_net
 
 
 def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:

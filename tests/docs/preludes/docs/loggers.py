@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 from lightning.pytorch import loggers
 
-from tests.runs import Net
+from tests.laws.rows import Net
 
 model = Net()
 
