@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing
 import os
 import signal
 import sys
@@ -114,8 +113,6 @@ def in_child(main: Callable[[], Any]) -> int:
 
 def dead_process_id() -> int:
     """Return the id of a process that has ended."""
-    process = multiprocessing.get_context("fork").Process(target=int)
-    process.start()
-    process.join()
-    assert process.pid is not None
-    return process.pid
+    child = Child(int)
+    child.wait()
+    return child.process_id

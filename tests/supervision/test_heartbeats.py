@@ -14,6 +14,7 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_heartbeats,
     write_failure,
 )
+from tests.processes import Child
 
 
 def test_a_watcher_reads_what_was_marked(tmp_path: Path) -> None:
@@ -41,13 +42,10 @@ def test_marks_have_their_memory_from_the_start(tmp_path: Path) -> None:
 def test_a_forked_process_has_its_own_marks(tmp_path: Path) -> None:
     """A process that is forked in a fit, as a rank is, does not write into its parent's heartbeat."""
     heartbeat_in(tmp_path).begin(SAVE)
-    process_id = os.fork()
-    if not process_id:
-        heartbeat_in(tmp_path).begin(TRAINING_BATCH)
-        os._exit(0)
-    os.waitpid(process_id, 0)
+    child = Child(lambda: heartbeat_in(tmp_path).begin(TRAINING_BATCH))
+    assert child.wait() == 0
     found = {each.process_id: each.section for each in read_heartbeats(tmp_path)}
-    assert found == {os.getpid(): SAVE, process_id: TRAINING_BATCH}
+    assert found == {os.getpid(): SAVE, child.process_id: TRAINING_BATCH}
     assert heartbeat_in(tmp_path) is heartbeat_in(str(tmp_path))
 
 

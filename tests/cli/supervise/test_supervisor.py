@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from lightning_faulttolerant.supervision.heartbeats import (
     read_failures,
     write_failure,
 )
+from tests.processes import Child
 
 FAILURE = TrainingFailure(
     kind="ValueError", text="boom", function="fit", epoch=1, batch=5, samples={"train/0": [7, 3]}, time=1.0
@@ -126,14 +126,15 @@ def test_each_start_forgets_what_the_one_before_has_told() -> None:
 
 def ended_in(directory: Path, section: int) -> int:
     """Start a process that ends in a section, and return its id."""
-    process_id = os.fork()
-    if not process_id:
+
+    def main() -> None:
         heartbeat = Heartbeat(directory)
         heartbeat.describe(rank=0, num_ranks=1, hang=0, hang_timeout_ms=100)
         heartbeat.begin(section)
-        os._exit(0)
-    os.waitpid(process_id, 0)
-    return process_id
+
+    child = Child(main)
+    assert child.wait() == 0
+    return child.process_id
 
 
 @pytest.mark.parametrize(("section", "is_cut"), [(TRAINING_BATCH, True), (OUTSIDE, False)])
