@@ -24,6 +24,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_faulttolerant import InterruptibleDistributedSampler
 from tests.laws.cuts import Cut
+from tests.laws.data_sets import NoisyDataset
 from tests.laws.events import write
 from tests.laws.ranks import FOR_RANKS, fsdp2
 from tests.laws.rows import Group, Net, Row
@@ -40,16 +41,13 @@ PER_SAMPLE = {"worker_rng": "per_sample"}
 ELASTIC = {"elastic": True}
 
 
-class Samples(Dataset[tuple[int, Tensor]]):
+class Samples(NoisyDataset):
     """A sample is its index and its row, with noise."""
 
     def __init__(self, length: int = 26) -> None:
-        self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
+        super().__init__(length)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+    def __getitem__(self, index: int) -> Any:
         return index, self.rows[index] + torch.rand(4)
 
 
