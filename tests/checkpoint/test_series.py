@@ -28,9 +28,9 @@ from tests.storage.stores import damaging, error_of, read, requests_to_s3, write
 HOST = os.uname().nodename
 
 
-def save_file(series, number, *, keep=False):
+def save_file(series, number):
     """Save a file; return its path."""
-    return series.save({"number": number}, epoch=0, batch=number, global_step=number, keep=keep)
+    return series.save({"number": number}, epoch=0, batch=number, global_step=number)
 
 
 SAVES = [save_file, save_objects]

@@ -44,23 +44,23 @@ def content(number: int) -> dict[str, Any]:
     return {"number": number, "weights": torch.full((NUM_WEIGHTS,), number, dtype=torch.int32)}
 
 
-def save_file(series: AutosaveSeries, number: int, *, keep: bool = False, **more: Any) -> str:
+def save_file(series: AutosaveSeries, number: int, **more: Any) -> str:
     """Save a file; return its path."""
-    return series.save({**content(number), **more}, epoch=0, batch=number, global_step=number, keep=keep)
+    return series.save({**content(number), **more}, epoch=0, batch=number, global_step=number)
 
 
-def begin_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
+def begin_objects(series: AutosaveSeries, number: int) -> str:
     """Write the shards of an autosave, on a disk or in a store; return where they are."""
-    begun = series.begin_directory(epoch=0, batch=number, keep=keep)
+    begun = series.begin_directory(epoch=0, batch=number)
     for name, saved in ((SHARD, content(number)), (METADATA_NAME, {"number": number})):
         with open_store(begun).writer(name) if is_url(begun) else open(Path(begun, name), "wb") as file:
             atomic_torch_save(saved, file)
     return begun
 
 
-def save_objects(series: AutosaveSeries, number: int, *, keep: bool = False) -> str:
+def save_objects(series: AutosaveSeries, number: int) -> str:
     """Save shards, and commit them; return the path of the autosave."""
-    begun = begin_objects(series, number, keep=keep)
+    begun = begin_objects(series, number)
     if not is_url(begun):
         return series.commit_directory(begun, sum_files(begun, list_files(begun)))
     shards = {name: open_store(begun).read(name) for name in open_store(begun).names() if name != MANIFEST_NAME}

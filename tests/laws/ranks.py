@@ -79,11 +79,9 @@ class InShards(Apart):
             fully_shard(layer, mesh=mesh)
 
 
-def fsdp2(num_ranks: int = 2, *, is_directory: bool = True) -> ModelParallelStrategy:
+def fsdp2(num_ranks: int = 2) -> ModelParallelStrategy:
     """Return a strategy that shards, by FSDP2."""
-    return ModelParallelStrategy(
-        data_parallel_size=num_ranks, tensor_parallel_size=1, save_distributed_checkpoint=is_directory
-    )
+    return ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1, save_distributed_checkpoint=True)
 
 
 class Slowly(Callback):

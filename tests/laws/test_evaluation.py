@@ -415,9 +415,9 @@ def test_repeated(stage: str, row: Row, tmp_path: Path, snapshot: SnapshotAssert
     assert told(tmp_path / "cut", 0, "The next start|is saved") == snapshot
 
 
-def told(root: Path, number: int, pattern: str, rank: int = 0) -> str:
+def told(root: Path, number: int, pattern: str) -> str:
     """Return the lines with a pattern that a start has printed."""
-    text = plain((root / f"start-{number}-rank-{rank}.txt").read_text(), DIR=root)
+    text = plain((root / f"start-{number}-rank-0.txt").read_text(), DIR=root)
     return "\n".join(line.split(" To continue, type:")[0] for line in text.splitlines() if re.search(pattern, line))
 
 

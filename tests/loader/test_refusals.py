@@ -91,13 +91,11 @@ def living() -> DataLoader[Any]:
     return loader
 
 
-def followed(loader: DataLoader[Any], num_batches: int = 1) -> Any:
-    """Return the state of a followed loader after some batches."""
+def followed(loader: DataLoader[Any]) -> Any:
+    """Return the state of a followed loader after a batch."""
     tracker, copy = follow(loader)
-    batches = iter(copy)
-    for _ in range(num_batches):
-        next(batches)
-    return tracker.state_dict(num_batches)
+    next(batches := iter(copy))  # noqa: F841 - kept until there is a state
+    return tracker.state_dict(1)
 
 
 def two_iterations() -> Any:
