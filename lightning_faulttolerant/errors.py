@@ -31,6 +31,7 @@
         └── AdvancedTooFarError         more samples were counted than the epoch has
 
     TrainingStopped (SystemExit)    a signal or a deadline ended the run; saved, unless the message says otherwise
+    └── NotRepeatedError            a batch that was trained before is another one now
 
 ``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is created.
 
@@ -174,6 +175,10 @@ class TrainingStopped(SystemExit):
     def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str]]:
         # Pools send it to their script, and would wait if it did not arrive.
         return type(self), (self.code, self.reason)
+
+
+class NotRepeatedError(TrainingStopped):
+    """A batch that an earlier process has trained, too, is another one now. The exit code is 77; nothing is saved."""
 
 
 OPTIONS_VARIABLE = "PL_FAULT_TOLERANT_OPTIONS"

@@ -27,22 +27,6 @@ from lightning_faulttolerant.cli.plot import (
 from lightning_faulttolerant.cli.text import count_text, duration_text, plural, share_text
 from lightning_faulttolerant.records import goodput
 from lightning_faulttolerant.records.accounting import marks
-from lightning_faulttolerant.records.goodput import (
-    DATA,
-    DOWN,
-    EVALUATION,
-    HUNG,
-    OUTSIDE,
-    REDONE,
-    RESTARTING,
-    RESTORING,
-    SAVING,
-    STARTING,
-    TRAINING,
-    Account,
-    ChapterReport,
-    Segment,
-)
 from lightning_faulttolerant.records.history import Autosave, FitHistory, RunHistory
 from lightning_faulttolerant.records.runs import Parent
 
@@ -61,17 +45,17 @@ KIND_NAMES = {
 }
 
 _KINDS = {
-    TRAINING: "good",
-    EVALUATION: "evaluation",
-    REDONE: "again",
-    DATA: "data",
-    SAVING: "saving",
-    RESTORING: "restoring",
-    RESTARTING: "restarting",
-    STARTING: "starting",
-    OUTSIDE: "outside",
-    HUNG: "hung",
-    DOWN: "idle",
+    goodput.TRAINING: "good",
+    goodput.EVALUATION: "evaluation",
+    goodput.REDONE: "again",
+    goodput.DATA: "data",
+    goodput.SAVING: "saving",
+    goodput.RESTORING: "restoring",
+    goodput.RESTARTING: "restarting",
+    goodput.STARTING: "starting",
+    goodput.OUTSIDE: "outside",
+    goodput.HUNG: "hung",
+    goodput.DOWN: "idle",
 }
 """The style class of each kind, in the order in which the kinds are shown."""
 
@@ -105,7 +89,7 @@ class Leg:
     is_new: bool
 
 
-def account_bar(account: Account) -> Markup:
+def account_bar(account: goodput.Account) -> Markup:
     """Return a bar of the total time, split by kind, with a legend for its colors.
 
     Args:
@@ -137,7 +121,7 @@ def _account_entry(kind: str, seconds: float, total: float) -> Markup:
     )
 
 
-def progress(chapter: ChapterReport) -> Markup:
+def progress(chapter: goodput.ChapterReport) -> Markup:
     """Return the steps of a run over the wall time, above a ribbon with the activity of each process.
 
     Args:
@@ -166,7 +150,7 @@ def progress(chapter: ChapterReport) -> Markup:
     return html.figure(drawn, legend=_legend(chapter, found))
 
 
-def legs(chapter: ChapterReport) -> list[Leg]:
+def legs(chapter: goodput.ChapterReport) -> list[Leg]:
     """Return the progress of the steps in each process.
 
     Args:
@@ -190,7 +174,7 @@ def legs(chapter: ChapterReport) -> list[Leg]:
     return made
 
 
-def _steps_before(chapter: ChapterReport) -> dict[int, int]:
+def _steps_before(chapter: goodput.ChapterReport) -> dict[int, int]:
     """Return the number of steps before each fit of the script: each fit begins to count at 0."""
     most: dict[int, int] = {}
     for fit in chapter.chapter.fits:
@@ -205,11 +189,11 @@ def _steps_before(chapter: ChapterReport) -> dict[int, int]:
     return before
 
 
-def _cuts(segments: Iterable[Segment]) -> dict[tuple[int, int | None], float]:
+def _cuts(segments: Iterable[goodput.Segment]) -> dict[tuple[int, int | None], float]:
     """Return the time from which the training of each fit was done again."""
     found: dict[tuple[int, int | None], float] = {}
     for segment in segments:
-        if segment.kind == REDONE:
+        if segment.kind == goodput.REDONE:
             key = (segment.process, segment.fit)
             found[key] = min(found.get(key, math.inf), segment.began)
     return found
@@ -249,7 +233,7 @@ def _curves(found: Sequence[Leg], area: Area) -> list[Markup]:
     ]
 
 
-def _faults(chapter: ChapterReport, scale: Scale, foot: float) -> Child:
+def _faults(chapter: goodput.ChapterReport, scale: Scale, foot: float) -> Child:
     ended = [(scale.place(process.last_seen - chapter.began), process) for process in chapter.chapter.processes[:-1]]
     if len(ended) > _NUM_MARKS:
         return plot.ticks([place for place, _ in ended], y=0, height=_HEAD - 6, class_="thin fault")
@@ -261,7 +245,7 @@ def _faults(chapter: ChapterReport, scale: Scale, foot: float) -> Child:
     ]
 
 
-def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
+def _ribbon(chapter: goodput.ChapterReport, scale: Scale, top: float) -> Child:
     segments = without_narrow(chapter.segments)
     functions = {fit.number: fit.function if fit.is_evaluation else "validation" for fit in chapter.chapter.fits}
     if len(segments) > _NUM_SEGMENTS:
@@ -279,13 +263,13 @@ def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
     ]
 
 
-def _what(segment: Segment, functions: Mapping[int, str]) -> str:
-    if segment.kind == EVALUATION and segment.fit is not None:
+def _what(segment: goodput.Segment, functions: Mapping[int, str]) -> str:
+    if segment.kind == goodput.EVALUATION and segment.fit is not None:
         return functions[segment.fit]
     return KIND_NAMES[segment.kind]
 
 
-def _columns(chapter: ChapterReport, top: float) -> Markup:
+def _columns(chapter: goodput.ChapterReport, top: float) -> Markup:
     """Return a ribbon of columns. In a column, each kind is as high as its share of that time."""
     width = plot.WIDTH / _NUM_SLICES
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
@@ -300,7 +284,7 @@ def _columns(chapter: ChapterReport, top: float) -> Markup:
     return plot.stretched(round(top) + _RIBBON, drawn)
 
 
-def slices(segments: Sequence[Segment], *, number: int) -> list[dict[str, float]]:
+def slices(segments: Sequence[goodput.Segment], *, number: int) -> list[dict[str, float]]:
     """Return the share of each kind in time slices of equal length.
 
     Args:
@@ -319,17 +303,17 @@ def slices(segments: Sequence[Segment], *, number: int) -> list[dict[str, float]
     return made
 
 
-def without_narrow(segments: Sequence[Segment]) -> list[Segment]:
+def without_narrow(segments: Sequence[goodput.Segment]) -> list[goodput.Segment]:
     """Return the segments with each autosave that is too short to be visible merged into its surroundings.
 
     Args:
         segments: Segments in the order of time, without gaps.
     """
     narrow = _NARROW * (segments[-1].ended - segments[0].began)
-    made: list[Segment] = []
+    made: list[goodput.Segment] = []
     for segment in segments:
         before = made[-1] if made else None
-        is_narrow = segment.kind == SAVING and segment.seconds < narrow
+        is_narrow = segment.kind == goodput.SAVING and segment.seconds < narrow
         continues = before is not None and before.process == segment.process and before.fit == segment.fit
         if before is not None and continues and (is_narrow or before.kind == segment.kind):
             made[-1] = replace(before, ended=segment.ended)
@@ -338,13 +322,13 @@ def without_narrow(segments: Sequence[Segment]) -> list[Segment]:
     return made
 
 
-def _autosave_ticks(chapter: ChapterReport, scale: Scale, top: float) -> Markup:
+def _autosave_ticks(chapter: goodput.ChapterReport, scale: Scale, top: float) -> Markup:
     autosaves = (autosave for fit in chapter.chapter.fits for autosave in fit.autosaves)
     places = [scale.place(autosave.time - chapter.began) for autosave in autosaves]
     return plot.ticks(places, y=top, height=_SAVES - 2, class_="thin saving")
 
 
-def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Markup:
+def autosave_bars(chapter: goodput.ChapterReport, autosaves: Sequence[Autosave]) -> Markup:
     """Return bars of the time that training waited for each autosave, over the wall time.
 
     Args:
@@ -376,7 +360,7 @@ def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Mark
     )
 
 
-def _legend(chapter: ChapterReport, found: Sequence[Leg]) -> Markup:
+def _legend(chapter: goodput.ChapterReport, found: Sequence[Leg]) -> Markup:
     entries = []
     if any(y for leg in found for _, y in leg.counted):
         entries.append(("line good", "steps that count"))
@@ -404,7 +388,7 @@ def _readouts(found: Sequence[Leg], area: Area) -> list[Readout]:
     ]
 
 
-def _name(chapter: ChapterReport) -> str:
+def _name(chapter: goodput.ChapterReport) -> str:
     processes = plural(len(chapter.chapter.processes), "process")
     return f"Optimizer steps over {duration_text(chapter.ended - chapter.began)} in {processes}"
 

@@ -40,13 +40,14 @@ STOP_CODES = {
     74: "stopped, but its state could not be saved",
     75: "stopped by its deadline",
     76: "stopped, and its SLURM job is queued again",
+    77: "stopped, because it does not repeat exactly what it has trained before",
     129: "stopped by SIGHUP",
     130: "stopped by SIGINT",
     131: "stopped by SIGQUIT",
     143: "stopped by SIGTERM",
 }
 """The exit codes of processes that were asked to stop. The run ends with the same code."""
-_FIRST_STOP_CODES = (74, 76, 75)
+_FIRST_STOP_CODES = (77, 74, 76, 75)
 NUM_SAME = 3
 """How many starts in a row may end by the same exception at the same batch, without a new autosave in between."""
 _WAITS_SECONDS = (1.0, 10.0, 60.0, 180.0, 300.0)

@@ -247,6 +247,8 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[_Bytes]:
     if tensor.is_nested:
         for part in tensor.unbind():
             yield from _of_tensor(part)
+    elif parts := _parts_of(tensor):
+        yield from _parts(parts, {})
     elif tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         yield from _of_tensor(tensor.indices())
@@ -291,3 +293,17 @@ def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[_Bytes]:
         return
     content = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     yield from _of_numbers(content, numpy.int64, numpy.ndarray.tobytes)
+
+
+def _parts_of(value: torch.Tensor) -> dict[str, object] | None:
+    """Return the parts of a tensor if it has no memory itself: reading at its address would end the process."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return None
+    if hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        return {name: getattr(value, name) for name in names}
+    try:
+        has_memory = value.data_ptr() != 0 or not value.numel()
+    except RuntimeError:
+        has_memory = False
+    return None if has_memory else dict(vars(value))

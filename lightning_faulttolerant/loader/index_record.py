@@ -186,6 +186,11 @@ class IndexRecord:
     deal: RemainingBatches | None = None
     has_other_workers: bool = False
 
+    def batch(self, number: int) -> object | None:
+        """Return the index batch of this number, if it is still known."""
+        begin = self.handed_out - len(self.recent)
+        return self.recent[number - begin] if begin <= number < self.handed_out else None
+
     def go_to(self, plan: IndexPlan) -> None:
         """Count on from the position of a plan."""
         self.handed_out, self.num_samples = plan.position, plan.num_samples

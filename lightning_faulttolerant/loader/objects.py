@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.loader.caches import is_built_again
 from lightning_faulttolerant.loader.exactness import TORCHS, has_own_class, names_of_others
 from lightning_faulttolerant.loader.samplers import index_sampler
@@ -354,18 +353,16 @@ def digest_of(state: Mapping[str, Any]) -> object:
 
 MAX_BYTES = 65_536
 """The space for changes in a worker's state."""
-# This many of the nearest objects are checked after each batch. The rest takes at most this share of the time.
-_MAX_NEAR = 1_000
+_MAX_NEAR = 1_000  # of the nearest objects are checked after each batch
 _MAX_ITEMS = 1_000
-_FAR_SHARE = 0.01
 
 
 class WorkerObjects:
     """The objects of one worker.
 
-    Objects far down are checked only as often as that takes 1 % of the time, so a change of these may be found some
-    batches late. For a container with more than 1,000 items, only the length is checked. A check of each item would
-    copy memory that workers share with the main process until one of them touches it.
+    The 1,000 nearest objects are checked. A change of others is not carried; a resume sees it in the batches that it
+    repeats. For a container with more than 1,000 items, only the length is checked. A check of each item would copy
+    memory that workers share with the main process until one of them touches it.
 
     A cache that the data set builds again from an index is no state: a new worker fills its own.
 
@@ -386,16 +383,13 @@ class WorkerObjects:
         paths.sort(key=is_global)  # the loader's own objects come first
         near = dict.fromkeys(paths[:_MAX_NEAR])
         self._near = self._state.unchanged(near)
-        self._far = [path for path in self._state.paths if path not in near]
         self._changing: dict[str, None] = {}
-        self._far_seconds, self._far_at = 0.0, 0.0
         self._lost: dict[str, str] = {}
         self._caches: set[str] = set()
         self._dataset, self._held = dataset, held
 
     def state_dict(self) -> dict[str, object]:
         """Return the changes, and those that are too large to carry; an empty dict if there are none."""
-        self._look_far()
         state = self._changes()
         if state[LOST] and self._find_caches():
             state = self._changes()
@@ -438,15 +432,6 @@ class WorkerObjects:
         self._changing.update(dict.fromkeys(path for path in state[NODES] if path in known))
         self._lost = dict(state[LOST])
         return self._state.load_state_dict(state)
-
-    def _look_far(self) -> None:
-        began = perf_counter()
-        if (began - self._far_at) * _FAR_SHARE < self._far_seconds:
-            return
-        changed = self._state.changed_of(path for path in self._far if path not in self._changing)
-        self._changing.update(dict.fromkeys(changed))
-        self._far_at = perf_counter()
-        self._far_seconds = self._far_at - began
 
 
 AN_ITERATOR = "an iterator"

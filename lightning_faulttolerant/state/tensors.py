@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_faulttolerant.state.packing import tensor_to_blob
+
 SMALL_BYTES = 65_536
-_NUM_SUMS = 127
-_ROWS_AT_ONCE = 1_024
 _NUM_COLUMNS, _ROWS_IN_CACHE = 257, 256  # an odd number: negated, all doubles of a row change its sum
 _PLAIN = (Tensor, nn.Parameter)
 LAZY = "not made yet"
@@ -293,7 +293,7 @@ def mark_of(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def quick_sums(tensor: Tensor) -> Tensor:
-    """Return sums of a tensor's bits like `bit_sums`, in a fraction of the time, but in more memory.
+    """Return sums of a tensor's bits, which differ if its content differs, even if elements only swap places.
 
     The tensor is split into rows of 8-byte words. The sums are those of each column and of each row, modulo 2**64: the
     words are not widened. Two signs that flip would cancel out in a sum. So the sums of rows are of each word combined
@@ -322,35 +322,11 @@ def _sums_in_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def bit_sums(tensor: Tensor) -> Tensor:
-    """Return sums of a tensor's bits, which differ if its content differs, even if elements only swap places.
-
-    The tensor is split into rows of 4-byte words. The sums are the sum of each column, and the sum of the rows' sums,
-    each multiplied by the row's number. Two swapped words are in different columns, or in different rows.
-    """
-    words, rest = _words_of(tensor)
-    rows = words[: words.numel() // _NUM_SUMS * _NUM_SUMS].view(-1, _NUM_SUMS)
-    if words.device.type == "cpu" and len(rows) > _ROWS_AT_ONCE:
-        # Words are widened as they are summed: in blocks of a few rows, that stays in the CPU's cache.
-        parts = [_sums_of(part) for part in torch.split(rows, _ROWS_AT_ONCE)]
-        columns, by_row = torch.stack([part for part, _ in parts]).sum(0), torch.cat([part for _, part in parts])
-    else:
-        columns, by_row = _sums_of(rows)
-    weighted = (by_row * torch.arange(1, len(rows) + 1, device=rows.device)).sum(0, keepdim=True)
-    return torch.cat([columns, weighted, words[rows.numel() :], *rest])
-
-
-def _sums_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
-
-
-def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the bytes of a tensor as whole words, and the remaining bytes, if there are any."""
-    flat = bytes_of(tensor, alignment=4)
-    num_whole = flat.numel() // 4 * 4
-    if num_whole == flat.numel():
-        return flat.view(torch.int32), []
-    return flat[:num_whole].view(torch.int32), [flat[num_whole:]]
+def content_hash(tensor: Tensor) -> int:
+    """Return a hash of a tensor's bits, in this process, of this rank's part if it is in shards."""
+    shard = shard_of(tensor)
+    content = bytes_of(shard, alignment=8) if shard.nbytes <= SMALL_BYTES else quick_sums(shard)
+    return hash(tensor_to_blob(content.cpu()))
 
 
 def bytes_of(tensor: Tensor, *, alignment: int) -> Tensor:
@@ -376,7 +352,7 @@ def tensor_mark(tensor: Tensor) -> Callable[[], bool]:
     """Return a function that returns whether a tensor is unchanged, or no longer exists."""
     tensor_ref = weakref.ref(tensor)
     place = tensor_place(tensor)
-    content = _tensor_content(tensor) if is_readable(tensor) else None
+    content = content_hash(tensor) if is_readable(tensor) else None
 
     def is_same() -> bool:
         now = tensor_ref()
@@ -384,17 +360,9 @@ def tensor_mark(tensor: Tensor) -> Callable[[], bool]:
             return True  # it no longer exists: there is nothing to carry
         if tensor_place(now) != place:
             return False
-        return content is None or _tensor_content(now) == content  # `x.data.mul_(2)` does not count as a version
+        return content is None or content_hash(now) == content  # `x.data.mul_(2)` does not count as a version
 
     return is_same
-
-
-def _tensor_content(tensor: Tensor) -> object:
-    """Return a value that differs if the bits of two tensors differ."""
-    shard = shard_of(tensor).detach()
-    if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
-        return hash(bytes_of(shard, alignment=1).numpy().tobytes())
-    return bit_sums(tensor).tolist()
 
 
 def tensor_place(tensor: Tensor) -> tuple[object, ...]:
@@ -438,4 +406,4 @@ def array_content(array: Any) -> object:
     if array.nbytes <= SMALL_BYTES:
         return place, array.tobytes()
     flat = (array if array.flags.c_contiguous else array.copy(order="C")).reshape(-1).view("uint8")
-    return place, bit_sums(torch.from_numpy(flat)).tolist()
+    return place, content_hash(torch.from_numpy(flat))

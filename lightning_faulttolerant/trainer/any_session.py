@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_faulttolerant.errors import NotExactError, TrainingStopped
+from lightning_faulttolerant.errors import NotExactError, NotRepeatedError, TrainingStopped
 from lightning_faulttolerant.loader.exactness import Exactness
 from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
@@ -56,6 +56,8 @@ def end_interrupted(
         beginning: Knows what the fit started from, and where it saves.
     """
     autosaver.settle()
+    if isinstance(exception, NotRepeatedError):
+        return
     position = position_of(trainer, BOUNDARY)
     has_trained = position.epoch or position.batch
     if isinstance(exception, NotExactError) and beginning.source is None and not has_trained:
@@ -134,7 +136,7 @@ class AnySession(ABC):
         self._beginning = Beginning(trainer, given, self._files, function=function_of(trainer))
         self._notes_fetches = False
         """Whether the fetches of the evaluation in progress are noted."""
-        self.is_open = False
+        self.is_open = self._has_finished = False
         self.listeners = Listeners(saved=[self._supervision.saved])
 
     @property
@@ -179,6 +181,7 @@ class AnySession(ABC):
 
     def finish(self) -> None:
         """End a run that finished."""
+        self._has_finished = True
         self._beginning.end_fit()
         self._tell_end(None)
 

@@ -22,7 +22,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
@@ -216,11 +216,9 @@ def _samples(loaders: Loaders, stage: str, *, is_fetching: bool) -> Iterator[tup
 
 def _indices(iteration: Iteration, number: int) -> list[object] | None:
     """Return the indices of a batch of an iteration, if they are still known."""
-    record = iteration.record
-    begin = record.handed_out - len(record.recent)
-    if not begin <= number < record.handed_out:
+    batch: Any = iteration.record.batch(number)
+    if batch is None:
         return None
-    batch = record.recent[number - begin]
     if hasattr(batch, "tolist"):
         batch = batch.tolist()
     listed = list(batch) if isinstance(batch, (list, tuple)) else [batch]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,6 +14,7 @@ from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.supervision.heartbeats import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
@@ -24,6 +26,7 @@ from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
 from lightning_faulttolerant.trainer.ranks.strategies import BUCKETS, Buckets
+from lightning_faulttolerant.trainer.resume.repeating import Repeating
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring, write_atomically
 from lightning_faulttolerant.trainer.resume.resume import Resume
@@ -57,6 +60,7 @@ class Session(AnySession):
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
         self._recorder: StepRecorder | None = None
+        self._repeating: Repeating | None = None
         self._training: Training | None = None
         """The fit itself, once it begins: a finder's own fit has none."""
 
@@ -122,6 +126,8 @@ class Session(AnySession):
             tell_stopped(exception, None, self._beginning)
 
     def _close_own(self) -> None:
+        if self._repeating is not None:
+            self._repeating.close(is_finished=self._has_finished)
         if self._training is not None:
             self._training.close()
         if self._resume is not None:
@@ -197,6 +203,15 @@ class Session(AnySession):
             supervision=self._supervision,
         )
         self._training.skipped = skipped
+        if self._replay is None and DRILL_VARIABLE not in os.environ:  # a drill compares its ledgers
+            self._repeating = Repeating(
+                self.trainer,
+                self.loaders,
+                self._beginning,
+                self._resume,
+                is_on=lambda: self._training is not None,
+            )
+            self._repeating.take_seams(self._patches)
         self._recorder = None if self._options.rule is None else self._make_recorder(self._training, self._options.rule)
         if self._replay is not None:
             self._replay.begin(self.loaders, self._beginning.ranks)

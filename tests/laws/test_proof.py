@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
 from tests.laws.cuts import Cut
@@ -153,3 +155,78 @@ def test_broken_restore_is_refused(name: str, tmp_path: Path) -> None:
     accepted = training.start(run_id="run", strict=False).output
     assert "Resumed NOT EXACTLY" in accepted, accepted
     assert re.search(expected, accepted), accepted
+
+
+CLOCK = [0.0]
+"""What a process sees outside of the run: a file of the data, the clock, a new version of a function."""
+
+
+class Outside(Dataset[Tensor]):
+    """Samples that depend on something outside of the run."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index)) + (CLOCK[0] if "data" in PLACES else 0.0)
+
+
+class Order(Sampler[int]):
+    """An order that depends on something outside of the run, from the seventeenth index on."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(16), *(reversed(range(16, 24)) if "order" in PLACES else range(16, 24))])
+
+
+class Edited(Net):
+    """Has a loss that depends on something outside of the run."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + (CLOCK[0] if "loss" in PLACES else 0.0)
+
+
+PLACES: set[str] = set()
+SHUFFLED = Row(name="outside", module=Edited, train=lambda: DataLoader(Outside(), 4, sampler=Order()))
+KILLED = Cut(at=(1, 1), every=4)
+
+
+def killed(root: Path) -> Training:
+    """Return a training that was killed three batches after an autosave."""
+    training = Training(group=Group(rows=(SHUFFLED,)), root=root)
+    assert training.start(KILLED, run_id="run").codes == [KILLED.exit_code]
+    return training
+
+
+def test_repeated_batches_are_compared(tmp_path: Path) -> None:
+    """The start after a kill says how many batches it repeats, and that they were identical; the next one has none."""
+    training = killed(tmp_path)
+    stopped = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
+    assert "; proving on 3 batches" in stopped.output, stopped.output
+    assert "3 repeated batches were identical to those of process 1" in stopped.output
+    assert "; no batch to repeat" in training.start(run_id="run").output
+
+
+@pytest.mark.parametrize(("place", "kind"), [("order", "order"), ("data", "content"), ("loss", "output")])
+def test_other_batch_stops_the_run(place: str, kind: str, tmp_path: Path) -> None:
+    """A batch or a loss that is another one than before the kill ends the run with 77, until that is accepted."""
+    training = killed(tmp_path)
+
+    def changes() -> None:
+        PLACES.add(place)
+        CLOCK[0] = 1.0
+
+    training.before = changes
+    for _ in range(2):  # it has saved nothing, and compares again
+        stopped = training.start(run_id="run")
+        assert stopped.codes == [77], stopped.output
+        assert re.search(
+            rf"repeated\.{kind}: batch 4 of epoch 0 .* than in process 1: \w+ then, \w+ now", stopped.output
+        )
+        assert f"--accept repeated.{kind} -- " in stopped.output
+    training.before = lambda: (changes(), os.environ.update(PL_FAULT_TOLERANT_ACCEPT="repeated"))
+    accepted = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
+    assert "NOT EXACT since the resume: repeated" in accepted.output, accepted.output
+    assert "NOT EXACT since it resumed before batch 4 of epoch 0: repeated" in training.start(run_id="run").output

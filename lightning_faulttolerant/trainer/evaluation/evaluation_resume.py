@@ -50,8 +50,8 @@ from lightning_faulttolerant.trainer.ranks.elastic import (
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_objects, kept_apart, state_of
 from lightning_faulttolerant.trainer.resume.choice import Trust
-from lightning_faulttolerant.trainer.resume.proof import RoundTrip
-from lightning_faulttolerant.trainer.resume.report import Proof, ResumeReport, of_all
+from lightning_faulttolerant.trainer.resume.proof import Proving
+from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
@@ -329,7 +329,7 @@ class EvaluationResume:
         self._trust = trust
         self._predictions = predictions
         self._comparison = Comparison(saved.path, strict=False, is_elastic=False)
-        self._round_trip = RoundTrip(trainer)
+        self._proving = Proving(trainer)
         self._patches = patches
         self._report: ResumeReport | None = None
         self._reasons: tuple[str, ...] = ()
@@ -460,7 +460,7 @@ class EvaluationResume:
         state = self._trust.unpickled(self._saved.state, self._saved.path)
         self._not_exact = self._evaluation.load_state_dict(state)
         if self._saved.other_ranks is None:
-            found = self._round_trip.differences(self._run_state, state, self.position)
+            found = self._proving.differences(self._run_state, state, self.position)
             self._not_exact += map(str, found)
         if PREDICTIONS in state:
             self._predictions.load(state[PREDICTIONS])
@@ -486,7 +486,7 @@ class EvaluationResume:
                 *self._saved.note_about_repeated(function_of(self._trainer)),
             ),
             seconds=time.monotonic() - self._saved.began,
-            proof=Proof(num_read_back=self._round_trip.num_read_back),
+            proof=self._proving.proof,
         )
         self._saved.forget()
         tell_resumed(self.report or self._report, is_own=True)

@@ -46,6 +46,7 @@ from lightning_faulttolerant.trainer.files.run_files import are_of_one_run, load
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.position import TrainerPosition, progress_of
 from lightning_faulttolerant.trainer.process import OBJECTS, TRUST_VARIABLE
+from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.settings import Options
 
 _log = logging.getLogger(__name__)
@@ -454,3 +455,22 @@ def _wrong(read: Sequence[tuple[str, str]]) -> dict[int, str]:
     other = "its file of this name differs from that of rank 0"
     found = {rank: failure or other * (identity != first) for rank, (failure, identity) in enumerate(read)}
     return {rank: text for rank, text in found.items() if text}
+
+
+@dataclass(kw_only=True, slots=True)
+class Content:
+    """What a checkpoint holds for this rank.
+
+    Args:
+        part: Our part, if it has one, without the states of the ranks once this rank's is read.
+        callback_states: The states of Lightning's callbacks, by their keys.
+        state: The state of this rank by the names in `TITLES`; empty once it is restored.
+        position: Where it was taken; ``None`` if the fit does not continue from there.
+        resized: Builds the state, if a different number of ranks saved.
+    """
+
+    part: CheckpointPart | None
+    callback_states: Mapping[str, Any]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    position: TrainerPosition | None = None
+    resized: Resized | None = None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -21,20 +20,20 @@ from torch import Tensor
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.state.objects.graph import is_at
-from lightning_faulttolerant.state.packing import tensor_to_blob
-from lightning_faulttolerant.state.tensors import bytes_of, is_readable, quick_sums, shard_of
+from lightning_faulttolerant.state.tensors import content_hash, is_readable, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import as_saved
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import BUFFERS
+from lightning_faulttolerant.trainer.resume.report import Proof
 from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in
 from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.steps.repetition import Repetition
 
 Leaves = dict[str, object]
 """The leaves of a state, by path: the numbers themselves, and a mark of anything else."""
 
-_SMALL_BYTES = 4_096
 _NUMBERS = (bool, int, type(None))
 _PLAIN = (*_NUMBERS, float, complex, bytes)
 _SHOWN_CHARACTERS = 80
@@ -98,14 +97,11 @@ def _digest_of(value: object) -> int:
         return sample_digest(value)
 
 
-@torch.no_grad()
 def _mark_of(tensor: Tensor) -> _LeafMark:
     form = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
     if not is_readable(tensor):
         return _LeafMark(f"a {form}", None if tensor.is_meta else sample_digest(tensor))
-    is_small = tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-    content = tensor_to_blob((bytes_of(tensor, alignment=8) if is_small else quick_sums(tensor)).cpu())
-    return _LeafMark(f"{tensor.item()}, a {form}" if tensor.numel() == 1 else f"a {form}", zlib.crc32(content))
+    return _LeafMark(f"{tensor.item()}, a {form}" if tensor.numel() == 1 else f"a {form}", content_hash(tensor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +144,8 @@ def not_read_back(lines: Sequence[str], *, path: str) -> NotExactError:
 
 
 @final
-class RoundTrip:
-    """Compares the live objects of a fit with the checkpoint that they were restored from.
+class Proving:
+    """Compares the live objects of a fit with the checkpoint that they were restored from, and then its batches.
 
     Args:
         trainer: The trainer that runs the fit.
@@ -158,8 +154,32 @@ class RoundTrip:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._noted: dict[str, Leaves] = {}
-        self.num_read_back = 0
-        """The number of leaves that are, bit by bit, as they were saved."""
+        self._num_read_back = self._num_to_repeat = 0
+        self._repetition: Repetition | None = None
+
+    @property
+    def proof(self) -> Proof:
+        """What is proved so far."""
+        repetition = self._repetition
+        return Proof(
+            num_read_back=self._num_read_back,
+            num_to_repeat=self._num_to_repeat,
+            num_repeated=0 if repetition is None else repetition.num_repeated,
+            repeats_process=0 if repetition is None else repetition.repeats_process,
+        )
+
+    def repeat(self, repetition: Repetition) -> None:
+        """Compare the batches that an earlier process has trained, too."""
+        self._repetition = repetition
+
+    def begin_to_repeat(self, *, is_exact: bool) -> None:
+        """Begin with the next batch.
+
+        Args:
+            is_exact: Whether the state is the one of that process.
+        """
+        if self._repetition is not None:
+            self._num_to_repeat = self._repetition.begin(is_exact=is_exact)
 
     def note(self, checkpoint: Mapping[str, Any], *, rewritten: Collection[str]) -> None:
         """Note what Lightning loads next.
@@ -236,7 +256,7 @@ class RoundTrip:
         now: Leaves = dict(leaves_of(read(), name))
         found = [ChangedLeaf(path=path, saved=one, now=now.get(path, _NOTHING)) for path, one in saved.items()]
         found = [one for one in found if type(one.saved) is not type(one.now) or one.saved != one.now]
-        self.num_read_back += len(saved) - len(found)
+        self._num_read_back += len(saved) - len(found)
         if not found:
             return []
         again = dict(leaves_of(read(), name))  # what depends on the clock has changed since

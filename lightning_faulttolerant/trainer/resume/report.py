@@ -22,6 +22,9 @@ def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(one for kind in kinds for one in kind)) for kinds in zip(*gathered, strict=True)]
 
 
+_NOTHING = "no batch to repeat"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
     """What a resume has proved on the live objects.
@@ -29,12 +32,21 @@ class Proof:
     Args:
         num_read_back: How many values of the checkpoint were read again from the live objects, and are, bit by bit, as
             they were saved. Texts, and what depends on the process or the clock, are not compared.
+        num_to_repeat: How many batches an earlier process has trained from here on.
+        num_repeated: How many of them this process has trained, too, with the same samples and results.
+        repeats_process: The number of that process on this machine.
     """
 
     num_read_back: int = 0
+    num_to_repeat: int = 0
+    num_repeated: int = 0
+    repeats_process: int = 0
 
     def __str__(self) -> str:
-        return f"{self.num_read_back} parts read back" if self.num_read_back else ""
+        if not self.num_read_back:
+            return ""
+        batches = f"{self.num_to_repeat} batch{'es' * (self.num_to_repeat != 1)}"
+        return f"{self.num_read_back} parts read back; {f'proving on {batches}' if self.num_to_repeat else _NOTHING}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

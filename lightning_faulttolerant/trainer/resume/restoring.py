@@ -194,7 +194,7 @@ class Restoring:
             grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
         if resume.position is not None:
             rewritten = part.get(REWRITTEN, ()) if part is not None else ()
-            resume.round_trip.note(loaded, rewritten=rewritten)
+            resume.proving.note(loaded, rewritten=rewritten)
             resume.restored.note_checkpoint(loaded, rewritten=rewritten)
         return resume
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,11 +36,11 @@ from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
-from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
+from lightning_faulttolerant.trainer.resume.choice import Choice, Content, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
 from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
-from lightning_faulttolerant.trainer.resume.proof import RoundTrip, not_read_back
-from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, Proof, ResumeReport, of_all
+from lightning_faulttolerant.trainer.resume.proof import Proving, not_read_back
+from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.run.changes import ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
@@ -54,25 +54,6 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
 from lightning_faulttolerant.trainer.save.capture import put_instead
 from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
 from lightning_faulttolerant.trainer.settings import Options
-
-
-@dataclass(kw_only=True, slots=True)
-class _Content:
-    """What a checkpoint holds for this rank.
-
-    Args:
-        part: Our part, if it has one, without the states of the ranks once this rank's is read.
-        callback_states: The states of Lightning's callbacks, by their keys.
-        state: The state of this rank by the names in `TITLES`; empty once it is restored.
-        position: Where it was taken; ``None`` if the fit does not continue from there.
-        resized: Builds the state, if a different number of ranks saved.
-    """
-
-    part: CheckpointPart | None
-    callback_states: Mapping[str, Any]
-    state: Mapping[str, Any] = field(default_factory=dict)
-    position: TrainerPosition | None = None
-    resized: Resized | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,10 +116,10 @@ class Resume:
         )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
-        self._content = _Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
+        self._content = Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
         self.restored = RestoredState(trainer, self._read_again, wins=choice.is_autosave)
         """What Lightning restores."""
-        self.round_trip = RoundTrip(trainer)
+        self.proving = Proving(trainer)
         self._report: ResumeReport | None = None
         if choice.part is None:
             self._differences.all.not_exact.append(NO_PART)
@@ -443,25 +424,36 @@ class Resume:
         if self._content.part is None or self.position is None:
             return
         if self.restored.not_exact:  # a hook has changed what was loaded
-            self.round_trip.forget()
+            self.proving.forget()
         if self._differences.of_settings is not None:  # a branch has settings of its own
-            self.round_trip.forget("optimizers", "schedulers")
+            self.proving.forget("optimizers", "schedulers")
         if self._content.resized is not None:
-            self.round_trip.forget("loops")
+            self.proving.forget("loops")
             state = {}
             self.notes.append("what each rank keeps by itself is not compared: another number of ranks saved it")
         saved, now = self._content.part["fingerprint"]["loaders"], self._loaders.fingerprints
         if self._loaders.exactness.reasons or any(saved.get(place, one) != one for place, one in now.items()):
             state = {name: one for name, one in state.items() if name != "loaders"}
         named = [f"{OBJECTS}.{line.partition(': ')[0]}" for line in run_state.objects_not_restored]
-        found = self.round_trip.differences(run_state, state, self.position, without=named)
+        found = self.proving.differences(run_state, state, self.position, without=named)
         self._differences.all.take_read_back(list(map(str, found)), lambda own: not_read_back(own, path=self._path))
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the checkpoint is an autosave of the run that continues."""
+        return self._choice.is_autosave and not self._choice.parent
+
+    def take_late(self, line: str, error: Callable[[list[str]], BaseException]) -> None:
+        """Take a difference that turns up after the resume. The arguments are those of `Comparison.take_read_back`."""
+        self._differences.all.take_read_back([line], error)
+        warn_late([line])
 
     @property
     def report(self) -> ResumeReport | None:
         """The report, updated with anything that has since turned out not to be exact: a worker may report late."""
         reasons = self._differences.all.not_exact
-        return self._report and replace(self._report, not_exact=(*reasons, *self._loaders.exactness.reasons))
+        reasons = [*reasons, *self._loaders.exactness.reasons]
+        return self._report and replace(self._report, not_exact=tuple(reasons), proof=self.proving.proof)
 
     def settle(self, *, without: tuple[str, ...] = ()) -> None:
         """End the resume and report it.
@@ -491,10 +483,10 @@ class Resume:
             inherited=tuple(self.owed(NOT_EXACT) or ()),
             notes=(*self._differences.shown, *self.notes, *self._files.notes, *branched),
             seconds=time.monotonic() - self._began,
-            proof=Proof(num_read_back=self.round_trip.num_read_back),
         )
+        is_exact = not (without or self._differences.all.not_exact or self._content.resized)
+        self.proving.begin_to_repeat(is_exact=is_exact)
         self._report, self._content.state, self._content.callback_states = report, {}, {}
-        is_own = self._choice.is_autosave and not self._choice.parent
-        tell_resumed(self.report or report, self._differences.shown, is_own=is_own)
+        tell_resumed(self.report or report, self._differences.shown, is_own=self.is_of_run)
         if self.position is not None and self.position.is_in_epoch:
             continue_bar_at(self._trainer, self.position)

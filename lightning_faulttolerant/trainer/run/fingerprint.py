@@ -157,7 +157,7 @@ class Comparison:
         """
         self._take(lines, remedy=_SEED_IT)
 
-    def take_read_back(self, lines: list[str], error: Callable[[list[str]], Exception]) -> None:
+    def take_read_back(self, lines: list[str], error: Callable[[list[str]], BaseException]) -> None:
         """Take the values that are not as they were saved, when all are restored.
 
         Args:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import LedgerError
-from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.records import ledger as kinds
 from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
@@ -39,7 +38,6 @@ from lightning_faulttolerant.trainer.steps.compat import (
     logger_connector,
 )
 from lightning_faulttolerant.trainer.steps.digests import (
-    Digest,
     digest,
     exact,
     exact_metrics,
@@ -90,10 +88,10 @@ class EvaluatedBatches:
         trainer = self._trainer
         rng = digest(rng_state())
         if fetching_by_itself(loop_of(trainer)):
-            contents = Digest()
-            with fetches_seen(loop_of(trainer), contents.feed):
+            contents: list[str] = []
+            with fetches_seen(loop_of(trainer), lambda fetched: contents.append(digest(fetched))):
                 output = original(batch, *args)
-            content = contents.text()
+            content = digest(contents)
         else:
             content = digest(batch)
             output = original(batch, *args)
@@ -341,15 +339,15 @@ class FitLedger:
 
     def _run_fetching(self, original: Method, *args: object, **kwargs: object) -> Any:
         """Run a step that fetches its batches by itself, and note all of them."""
-        contents, orders = Digest(), []
+        contents, orders = list[str](), []
 
         def seen(batch: object) -> None:
-            contents.feed(batch)
+            contents.append(digest(batch))
             orders.append(None if self._order is None else self._order.of_batch())
 
         with fetches_seen(self._trainer.fit_loop, seen):
             outcome = original(*args, **kwargs)
-        self._batch["content"] = contents.text()
+        self._batch["content"] = digest(contents)
         self._batch["order"] = None if None in orders else digest(orders)
         return outcome
 
@@ -430,10 +428,10 @@ class LastBatchIndices:
         for place, (iteration, num_out) in after.items():
             if _same(before.get(place), iteration, num_out):
                 continue
-            found = _indices(getattr(iteration, "record", None), num_out - 1)
-            if found is None:
+            record = getattr(iteration, "record", None)
+            if record is None or (batch := record.batch(num_out - 1)) is None:
                 return None
-            indices[place] = found[0]
+            indices[place] = batch
         return indices or None
 
 
@@ -445,11 +443,3 @@ def _same(before: tuple[object, int] | None, iteration: object, num_out: int) ->
     if before is None or before[0] is not iteration:
         return num_out == 0
     return before[1] == num_out
-
-
-def _indices(record: IndexRecord | None, number: int) -> tuple[object] | None:
-    """Return the index batch of that number in an iteration, alone in a tuple, if it is still known."""
-    if record is None:
-        return None
-    begin = record.handed_out - len(record.recent)
-    return (record.recent[number - begin],) if begin <= number < record.handed_out else None
