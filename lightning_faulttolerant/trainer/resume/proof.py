@@ -226,8 +226,9 @@ class Proving:
         found = [one for name, leaves in noted.items() for one in self._compared(leaves, readers[name], name)]
         found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
         for part in run_state.read_back(position, saved):
-            leaves = dict(leaves_of(part.values()[0], part.name, without=part.derived))
-            found += self._compared(leaves, part.live, part.name)
+            then, now = part.values()
+            leaves = dict(leaves_of(then, part.name, without=part.derived))
+            found += self._compared(leaves, part.live, part.name, now)
         return [one for one in found if not any(is_at(one.path, path) for path in without)]
 
     def _is_added(self, one: ChangedLeaf) -> bool:
@@ -252,8 +253,8 @@ class Proving:
             "precision": trainer.precision_plugin.state_dict,
         }
 
-    def _compared(self, saved: Leaves, read: Callable[[], object], name: str) -> list[ChangedLeaf]:
-        now: Leaves = dict(leaves_of(read(), name))
+    def _compared(self, saved: Leaves, read: Callable[[], object], name: str, live: object = None) -> list[ChangedLeaf]:
+        now: Leaves = dict(leaves_of(read() if live is None else live, name))
         found = [ChangedLeaf(path=path, saved=one, now=now.get(path, _NOTHING)) for path, one in saved.items()]
         found = [one for one in found if type(one.saved) is not type(one.now) or one.saved != one.now]
         self._num_read_back += len(saved) - len(found)

@@ -346,6 +346,11 @@ def _load_buffers(run: RunState, state: Mapping[str, Any]) -> list[str]:
     return missing
 
 
+def _compared_buffers(run: RunState, at: _Moment, state: Mapping[str, Any]) -> tuple[object, object]:
+    live = {**buffers_of(run.module), **weights_of(run.module)}
+    return state, {name: one for name, one in live.items() if name in state}
+
+
 def _load_gradients(run: RunState, state: Mapping[str, Any]) -> None:
     reshard(run.trainer)
     load_gradients(run.module, state["gradients"])
@@ -420,7 +425,7 @@ PARTS = (
         "tensors outside the state_dict",
         _buffers_state,
         _load_buffers,
-        compare=lambda run, at, state: (state, {**buffers_of(run.module), **weights_of(run.module)}),
+        compare=_compared_buffers,
     ),
     Part(
         "began",  # for `_load_buffers`
