@@ -98,6 +98,10 @@ class BatchRecord:
         content = _VALUES.pack(*line)
         _LINE.pack_into(self._memory, self._at(line.number), *line, crc32(content))
 
+    def clear(self) -> None:
+        """Forget the lines of all batches."""
+        self._memory[_HEADER_BYTES:] = bytes(len(self._memory) - _HEADER_BYTES)
+
     def num_from(self, number: int) -> int:
         """Return how many lines in a row there are from a batch on."""
         first = number

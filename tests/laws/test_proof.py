@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric
 
 from tests.laws.cuts import Cut
-from tests.laws.rows import Group, Net, Row
+from tests.laws.rows import Group, Net, Row, all_rows
 from tests.laws.runs import Training
 
 CUT = Cut(at=(1, 3))
@@ -230,3 +230,30 @@ def test_other_batch_stops_the_run(place: str, kind: str, tmp_path: Path) -> Non
     accepted = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
     assert "NOT EXACT since the resume: repeated" in accepted.output, accepted.output
     assert "NOT EXACT since it resumed before batch 4 of epoch 0: repeated" in training.start(run_id="run").output
+
+
+def test_other_result_of_other_threads_is_a_warning(tmp_path: Path) -> None:
+    """With another number of threads, sums may differ in their last bits: that is named, and the run continues."""
+    training = killed(tmp_path)
+
+    def changes() -> None:
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        PLACES.add("loss")
+        CLOCK[0] = 1.0
+
+    training.before = changes
+    start = training.start(run_id="run")
+    assert start.codes == [0], start.output
+    assert re.search(r"repeated.output: batch 4 .* The arithmetic of this run may differ: threads: ", start.output)
+
+
+RANKS = Row(name="ranks", warns=("Using `DistributedSampler` with", "It is recommended to use `self.log"))
+
+
+@pytest.mark.parametrize("names", [("Renames", "PersistentTracker"), ("WrappedByParts", "wrapped_workers", "nested")])
+def test_no_false_alarm_on_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Renamed buffers that differ by rank, and a loader whose iterator is not there yet, are no alarm."""
+    group = Group(rows=(RANKS, *(all_rows()[name] for name in names)))
+    training = Training(group=group, root=tmp_path, num_ranks=2)
+    training.start(Cut(at=(0, 3)))
+    assert training.start().codes == [0, 0], training.starts[-1].output

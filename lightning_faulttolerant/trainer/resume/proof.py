@@ -25,7 +25,6 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import as_saved
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
-from lightning_faulttolerant.trainer.ranks.gather import BUFFERS
 from lightning_faulttolerant.trainer.resume.report import Proof
 from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in
 from lightning_faulttolerant.trainer.save.run_state import RunState
@@ -220,8 +219,8 @@ class Proving:
             without: The paths of those that are known.
         """
         noted, self._noted = self._noted, {}
-        for name in saved.get(BUFFERS, {}):  # the checkpoint has those of rank 0
-            noted.get("weights", {}).pop(f"weights.{name}", None)
+        if not self._trainer.is_global_zero:  # the checkpoint has the buffers of rank 0
+            noted["weights"] = self._only_parameters(noted.get("weights", {}))
         readers = self._readers(run_state.schedulers.plain)
         found = [one for name, leaves in noted.items() for one in self._compared(leaves, readers[name], name)]
         found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
@@ -230,6 +229,12 @@ class Proving:
             leaves = dict(leaves_of(then, part.name, without=part.derived))
             found += self._compared(leaves, part.live, part.name, now)
         return [one for one in found if not any(is_at(one.path, path) for path in without)]
+
+    def _only_parameters(self, weights: Leaves) -> Leaves:
+        held = {one.data_ptr() for one in self._trainer.lightning_module.parameters()}
+        live = self._trainer.strategy.lightning_module_state_dict() if weights else {}
+        shared = {f"weights.{name}" for name, one in live.items() if isinstance(one, Tensor) and one.data_ptr() in held}
+        return {path: one for path, one in weights.items() if path in shared}
 
     def _is_added(self, one: ChangedLeaf) -> bool:
         """Return whether other code has added a key to the state of a callback in the checkpoint."""

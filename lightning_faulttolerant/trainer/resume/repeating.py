@@ -82,9 +82,9 @@ class Repeating:
             tell(f"{batches} identical to those of process {proof.repeats_process}")
         if other is None:
             return
-        settings = nondeterministic(self._trainer) if other.kind == OUTPUT else []
-        if settings:
-            _log.warning("%s. The arithmetic of this run is not deterministic: %s.", other, "; ".join(settings))
+        settings = [*self._resume.changed_arithmetic, *nondeterministic(self._trainer)]
+        if other.kind == OUTPUT and settings:
+            _log.warning("%s. The arithmetic of this run may differ: %s.", other, "; ".join(settings))
             return
         changed = repetition.changed_sources
         more = f" and {len(changed) - _MAX_FILES} more" if len(changed) > _MAX_FILES else ""

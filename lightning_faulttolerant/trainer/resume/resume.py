@@ -116,6 +116,8 @@ class Resume:
         )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
+        self.changed_arithmetic: list[str] = []
+        """The versions, devices, and threads that are others than those of the process that saved."""
         self._content = Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
         self.restored = RestoredState(trainer, self._read_again, wins=choice.is_autosave)
         """What Lightning restores."""
@@ -470,10 +472,11 @@ class Resume:
         if not self._options.strict:  # otherwise, a rank that has lost something has raised, and is not here
             own = self._differences.all.not_exact
             own[:], without = of_all(self._differences.ranks, own, without)
-        changed = differences(saved, surroundings(self._trainer)) if (saved := self.owed("surroundings")) else ()
+        saved = self.owed("surroundings")
+        self.changed_arithmetic = list(differences(saved, surroundings(self._trainer))) if saved else []
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
-        self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)
+        self.show(f"the arithmetic may differ in the last bits: {line}" for line in self.changed_arithmetic)
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, self.position),

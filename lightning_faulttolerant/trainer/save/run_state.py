@@ -389,6 +389,16 @@ def _of_module(
     return Part(name, title, lambda run, at: read(run.module), lambda run, state: load(run.module, state[name]))
 
 
+def _unread(name: str, read: Callable[[RunState, _Moment], object], *, is_of_evaluations: bool = False) -> Part:
+    """Return a part that is restored elsewhere, and not read back."""
+    return Part(name, "", read, None, is_of_evaluations=is_of_evaluations, is_read_back=False)
+
+
+# How a loader has come to its place: another process has come another way.
+_WAY_OF_A_LOADER = frozenset(
+    ("recent", "digests", "log", "handed_out", "num_samples", "fetched", "ahead", "objects", "now", "had_workers")
+)
+
 PARTS = (
     Part("rng", "random generators", lambda run, at: rng_state(), lambda run, state: set_rng_state(state["rng"])),
     Part("held", "generators held by objects", _held_state, _load_held),
@@ -399,9 +409,7 @@ PARTS = (
         _loaders_state,
         None,
         compare=lambda run, at, state: (state, _loaders_state(run, at)),
-        derived=frozenset(
-            {"recent", "digests", "log", "handed_out", "num_samples", "fetched", "ahead", "objects", "had_workers"}
-        ),  # how it has come to its place
+        derived=_WAY_OF_A_LOADER,
     ),
     Part(
         OBJECTS,
@@ -427,13 +435,7 @@ PARTS = (
         _load_buffers,
         compare=_compared_buffers,
     ),
-    Part(
-        "began",  # for `_load_buffers`
-        "",
-        lambda run, at: {"buffers": run.kinds_of_buffers},
-        None,
-        is_read_back=False,
-    ),
+    _unread("began", lambda run, at: {"buffers": run.kinds_of_buffers}),  # for `_load_buffers`
     Part(
         "gradients",
         "gradients of an open accumulation window",
@@ -450,14 +452,7 @@ PARTS = (
     ),
     Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),
     # `ValidationRun` continues there.
-    Part(
-        VALIDATION_RUN,
-        "",
-        lambda run, at: run.validation.state_dict(),
-        None,
-        is_of_evaluations=True,
-        is_read_back=False,
-    ),
+    _unread(VALIDATION_RUN, lambda run, at: run.validation.state_dict(), is_of_evaluations=True),
 )
 """What a run consists of besides Lightning's checkpoint, read in this order and restored in the reverse order.
 

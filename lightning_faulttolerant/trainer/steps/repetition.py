@@ -113,6 +113,8 @@ class Repetition:
             is_exact: Whether the state is the one of that process.
         """
         self._compares &= is_exact
+        if not is_exact:
+            self._record.clear()
         self._find_trackers()
         self._order()  # from here on, what moves counts
         return self._record.num_from(self._total.ready) if self._compares else 0
@@ -200,9 +202,11 @@ class Repetition:
             self.repeats_process = before.process
             pairs = ((kind, getattr(before, kind), getattr(line, kind)) for kind in _TOLD)
             kind = next((kind for kind, then, now in pairs if then and now and then != now), None)
-            if kind is not None:
+            if kind is None:
+                self.num_repeated += 1
+            else:
                 self._finish(OtherBatch(kind=kind, now=line, before=before))
-            self.num_repeated += 1
+                self._record.clear()  # what comes after it differs, too
         self._record.write(line)
 
     def _finish(self, other: OtherBatch | None) -> None:
