@@ -200,7 +200,8 @@ def extra_state(module: nn.Module) -> dict[str, object]:
     if not has_own_state_dict(module):
         return {}
     known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    return {key: copy.deepcopy(value) for key, value in module.state_dict().items() if key not in known}
+    added = ((key, value) for key, value in module.state_dict().items() if key not in known)
+    return {key: copy.deepcopy(value) for key, value in added if not is_lazy(value)}
 
 
 def has_own_state_dict(module: nn.Module) -> bool:

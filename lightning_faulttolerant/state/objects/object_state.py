@@ -115,22 +115,22 @@ class ObjectState:
         """Carry the tensors that are copies of one of `tensors`, even if they never change.
 
         Code that copies the weights when a run starts would copy other weights in a resumed one. A tensor with equal
-        elements may be a constant of the user that happens to equal the weights of a norm. It only counts as a copy if
-        its holder has other, non-constant copies.
+        elements may be a constant that equals the weights of a norm: it counts if its holder has other copies.
 
         If the elements of `tensors` may have been replaced since they were copied, as DDP does on all ranks but the
-        first, each tensor of the same form that the module holds is carried.
+        first, each tensor of the same form that the module holds is carried. Those of an optimizer always are: a hook
+        at the start may have loaded other weights.
         """
-        originals: dict[object, list[Tensor]] = {}
+        originals, copies = dict[object, list[Tensor]](), dict[str, Tensor]()
         for tensor in tensors:
             originals.setdefault(_form(tensor), []).append(tensor)
         self._graph.expand_tensors(lambda tensor: _form(tensor) in originals)
-        nodes = ((path, node.value) for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
-        if replaced:
-            nodes = ((path, tensor) for path, tensor in nodes if path.startswith("module."))
-        copies = {
-            path: v for path, v in nodes if any(_is_copy(v, one, replaced) for one in originals.get(_form(v), ()))
-        }
+        for path, node in self._graph.nodes.items():
+            own, is_of_optimizer = node.value, is_at(path, "optimizers")
+            is_searched = isinstance(own, Tensor) and (is_of_optimizer or not replaced or is_at(path, "module"))
+            known = originals.get(_form(own), ()) if is_searched else ()
+            if any(_is_copy(own, one, replaced or is_of_optimizer) for one in known):
+                copies[path] = own
         holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
         self.carry({path: {_CONTENT} for path in copies if _holder_of(path) in holders})
 
