@@ -146,7 +146,7 @@ def _pairs(here: Sequence[_Part], then: Sequence[_Part], of: str) -> list[_Pair]
 def _restorable(pairs: list[_Pair]) -> list[_Pair]:
     """Return the pairs that can be restored together: both of their starts hold the same samples.
 
-    Parts that an earlier fit has left behind need not be among them, so the parts of training may suffice.
+    Parts of an earlier fit need not be among them, so the parts of training may suffice.
     """
     for some in (pairs, [pair for pair in pairs if pair[0].path]):
         sides = [torch.cat([one.indices for one in side]).sort().values for side in zip(*some, strict=True)]

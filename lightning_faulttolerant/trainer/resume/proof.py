@@ -238,9 +238,11 @@ class Proving:
 
     def _is_added(self, one: ChangedLeaf) -> bool:
         """Return whether other code has added a key to the state of a callback in the checkpoint."""
+        if not is_at(one.path, "callbacks"):
+            return False
         states = {f"callbacks.{callback.state_key}": callback.state_dict() for callback in self._callbacks()}
         own = [f"{path}.{key}" for path, state in states.items() if isinstance(state, dict) for key in state]
-        return is_at(one.path, "callbacks") and not any(is_at(one.path, path) for path in own)
+        return not any(is_at(one.path, path) for path in own)
 
     def _callbacks(self) -> list[Callback]:
         # The states of ModelCheckpoints continue together with their files.

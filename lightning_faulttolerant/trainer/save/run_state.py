@@ -408,7 +408,6 @@ PARTS = (
         "order of samples and workers",
         _loaders_state,
         None,
-        compare=lambda run, at, state: (state, _loaders_state(run, at)),
         derived=_WAY_OF_A_LOADER,
     ),
     Part(
