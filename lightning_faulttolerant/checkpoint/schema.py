@@ -38,8 +38,6 @@ MARK: Final = "run"
 """The key for the mark of the run; each checkpoint of a run has it."""
 PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
-CREATED: Final = "created"
-"""The key for the settings with which optimizers and schedulers were created."""
 NOT_EXACT: Final = "not_exact"
 """The key for the reasons why a run is no longer exact, from all of its resumes so far."""
 REWRITTEN: Final = "rewritten"
@@ -102,22 +100,10 @@ class Instead(TypedDict, total=False):
     extra: Mapping[str, object]
 
 
-class _Changes(TypedDict, total=False):
-    param_groups: list[list[list[str]]] | None
-    replaced: dict[str, list[str]] | None
-    grown: Mapping[str, str]
-    created: Mapping[str, object]
-
-
 class _Origin(TypedDict):
     origin: str | None
     surroundings: Mapping[str, object]
     fingerprint: SavedFingerprint
-
-
-@final
-class Changes(_Changes):
-    """How training has changed the optimizers, schedulers, and buffers that a fit began with."""
 
 
 @final
@@ -128,11 +114,9 @@ class SavedStates(TypedDict):
     data: Any
 
 
-class _Header(_Origin, _Changes, total=False):
+class _Header(_Origin, total=False):
     run: str
-    buckets: Mapping[str, object]
     parent: Mapping[str, object]
-    skipped: Mapping[str, list[list[int]]]
     not_exact: list[str]
 
 
@@ -164,9 +148,7 @@ class CheckpointPart(_Saved, total=False):
     pending: list[str]
     inexact: list[str]
     sums: Mapping[str, list[int]]
-    schedulers: list[object]
     instead: Instead
-    before_validation: Mapping[str, object]
     # Evaluations.
     starts_over: bool
 

@@ -38,7 +38,7 @@ BLOBS = "blobs"
 _REFERENCE = "blob"
 # These parts are shown under their own names; the others are shown only with their sizes.
 _SHOWN = (
-    *("version", "world_size", "position", "run", "origin", "inexact", "pending", "skipped", "not_exact"),
+    *("version", "world_size", "position", "run", "origin", "inexact", "pending", "not_exact"),
     *("surroundings", "fingerprint"),
 )
 _SIZED = ("ranks", "states", "opaque", "pickled")
@@ -77,6 +77,7 @@ def _describe_part(summary: Summary, part: Mapping[object, object], states: Mapp
     ]
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
+        "skipped": plain(mapping(of_ranks[0][1]).get("skipped")) if of_ranks else None,
         "ranks": [_rank(holder, state) for holder, state in of_ranks],
         "lost": _lost([state for _, state in of_ranks]),
         "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},

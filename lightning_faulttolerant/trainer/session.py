@@ -164,20 +164,7 @@ class Session(AnySession):
     def _begin(self) -> None:
         """Begin the fit itself. If a finder ran before, it is done."""
         self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        schedulers = self._restoring.schedulers
-        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, self._options, schedulers)
-        if self._resume is None and self.trainer.num_sanity_val_steps:
-            run_state.objects.before_sanity_check()
-            run_state.validation.before_sanity_check()
-        self._reloads = run_state.objects.reloads
-        hook_saves = HookSaves(self.trainer, run_state)
-        self._fingerprint.settings()
         buckets = Buckets(self.trainer)
-        if self._resume is not None:
-            self._resume.begin(run_state.objects.splits)
-            self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
-            self._resume.admit(buckets.why_not_exact())
-            self._resume.show(buckets.load_state_dict(self._resume.owed(BUCKETS) or {}))
         skipped = SkippedBatches(
             self.trainer,
             self.loaders,
@@ -186,17 +173,36 @@ class Session(AnySession):
             self._beginning.history,
         )
         skipped.on_skipped = self.listeners.skipped
+        run_state = RunState(
+            self.trainer,
+            self.loaders,
+            self._files,
+            self._registered,
+            self._options,
+            self._restoring.schedulers,
+            own={**self._restoring.changes(), BUCKETS: buckets.state_dict, SKIPPED: skipped.state_dict},
+        )
+        if self._resume is None and self.trainer.num_sanity_val_steps:
+            run_state.objects.before_sanity_check()
+            run_state.validation.before_sanity_check()
+        self._reloads = run_state.objects.reloads
+        self._fingerprint.settings()
         if self._resume is None:
-            skipped.begin(self._patches, None, None)
+            skipped.begin(self._patches, {}, None)
         else:
-            self._resume.show(skipped.begin(self._patches, self._resume.owed(SKIPPED), self._resume.position))
+            self._resume.begin(run_state.objects.splits)
+            self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
+            self._resume.admit(buckets.why_not_exact())
+            order = self._beginning.ranks.from_first("buckets", self._resume.saved(BUCKETS))
+            self._resume.show(buckets.load_state_dict(order))
+            self._resume.show(skipped.begin(self._patches, self._resume.saved(SKIPPED), self._resume.position))
         follow_buffers(self.trainer, self._patches, self._beginning.history.times)
         self._patches.around(self.trainer.precision_plugin, "on_save_checkpoint", run_state.left_out.note_dump)
-        autosaver = self._make_autosaver(run_state, buckets, skipped)
+        autosaver = self._make_autosaver(run_state)
         self._training = Training(
             self.trainer,
             self.loaders,
-            Checkpointer(run_state=run_state, autosaver=autosaver, hook_saves=hook_saves),
+            Checkpointer(run_state=run_state, autosaver=autosaver, hook_saves=HookSaves(self.trainer, run_state)),
             self._resume,
             stopping=self.stopping,
             beginning=self._beginning,
@@ -228,7 +234,7 @@ class Session(AnySession):
         training.captures_each = True
         return recorder
 
-    def _make_autosaver(self, run_state: RunState, buckets: Buckets, skipped: SkippedBatches) -> Autosaver:
+    def _make_autosaver(self, run_state: RunState) -> Autosaver:
         origin = self._restoring.forget_checkpoint()
         mark, here = self._files.mark, surroundings(self.trainer)
         autosaver = Autosaver(
@@ -242,11 +248,8 @@ class Session(AnySession):
                 MARK: mark,
                 "origin": origin,
                 "surroundings": here,
-                BUCKETS: buckets.state_dict(),
                 **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
                 NOT_EXACT: self._not_exact(),
-                **skipped.header(),
-                **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
         )

@@ -35,7 +35,7 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.autosave import Checkpointer
 from lightning_faulttolerant.trainer.save.contents import MODULE, overrides_save_hook
-from lightning_faulttolerant.trainer.save.run_state import VALIDATION_RUN, RunState, named_callbacks
+from lightning_faulttolerant.trainer.save.run_state import BEFORE_VALIDATION, VALIDATION_RUN, RunState, named_callbacks
 from lightning_faulttolerant.trainer.sections import Supervision
 from lightning_faulttolerant.trainer.steps.skipped_batches import SkippedBatches
 from lightning_faulttolerant.trainer.stopping import Stopping
@@ -59,7 +59,7 @@ class ResumedEpoch:
         self._run_state = run_state
         self._where = where
         self._owed = list(resume.owed("pending") or ())
-        self._before_validation = resume.owed("before_validation")
+        self._before_validation = resume.saved(BEFORE_VALIDATION)
         self._is_ending = False
         # A validation run or the end of the epoch may still be owed when all steps are done.
         self.put_limit_back = compat.lift_step_limit(trainer)

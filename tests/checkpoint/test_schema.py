@@ -28,9 +28,7 @@ def test_what_is_no_damage():
 
 DAMAGED = {
     **{f"without {name}": {key: WHOLE[key] for key in WHOLE if key != name} for name in sorted(WHOLE)},
-    **{
-        f"{name} {value}": {**WHOLE, name: value} for name, value in (("ranks", {}), ("origin", 1), ("param_groups", 1))
-    },
+    **{f"{name} {value}": {**WHOLE, name: value} for name, value in (("ranks", {}), ("origin", 1), ("run", 1))},
     "a position with a text": {**WHOLE, "position": {**WHOLE["position"], "epoch": "0"}},
     "a position without a batch": {**WHOLE, "position": {"where": "boundary"}},
     "a list in what is instead": {**WHOLE, "instead": {"buffers": []}},

@@ -16,12 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
-from lightning_faulttolerant.state import tensors
 from lightning_faulttolerant.state.metrics import merged_metrics
 from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
@@ -41,7 +38,7 @@ from lightning_faulttolerant.trainer.objects.objects import SPLITS
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
 from lightning_faulttolerant.trainer.process import OBJECTS
-from lightning_faulttolerant.trainer.ranks.compat import has_shards, saves_shards
+from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,
     generators_of_rank,
@@ -53,70 +50,9 @@ from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.resume.proof import Proving
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
-from lightning_faulttolerant.trainer.save.run_state import TITLES, VALIDATION_RUN, RunState
+from lightning_faulttolerant.trainer.save.part import for_other_ranks
+from lightning_faulttolerant.trainer.save.run_state import PARTS, TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
-
-_WEIGHTS, _GRADIENTS = "weights", "gradients"
-_OF_FITS = ("trainer", _GRADIENTS)
-
-
-class EvaluationState:
-    """Reads and restores the state of an evaluation.
-
-    Args:
-        trainer: The trainer that evaluates.
-        run_state: Reads the parts that an evaluation has in common with a fit.
-        dealing: Knows which samples of a ``predict`` are left; ``None`` in other evaluations.
-    """
-
-    def __init__(self, trainer: Trainer, run_state: RunState, dealing: Dealing | None) -> None:
-        self._trainer = trainer
-        self._run_state = run_state
-        self._dealing = dealing
-        module = trainer.lightning_module
-        self.sums: dict[str, int] = tensors.sums_of_bits({**tensors.weights_of(module), **tensors.buffers_of(module)})
-        """A sum of the bits of each tensor that the evaluation begins with."""
-        self._weights = tensors.TensorMarks(self._tensors())
-        self._gradients = tensors.TensorMarks(self._tensors_of_gradients())
-
-    def _tensors(self) -> list[Tensor]:
-        module = self._trainer.lightning_module
-        return [*module.parameters(), *module.buffers()]
-
-    def _tensors_of_gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._trainer.lightning_module.parameters() if p.grad is not None]
-
-    def can_be_saved(self) -> bool:
-        """Return whether weights that the evaluation has changed could be saved, if there are any."""
-        if not saves_shards(self._trainer.strategy):
-            return True
-        return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
-
-    def state_dict(self, position: TrainerPosition) -> dict[str, object]:
-        """Return the state of this rank."""
-        module = self._trainer.lightning_module
-        found = self._run_state.state_dict(position)
-        state = {name: part for name, part in found.items() if name not in _OF_FITS}
-        if not self._weights.unmoved(self._tensors()):
-            ready = {name: value for name, value in module.state_dict().items() if not is_lazy(value)}
-            state[_WEIGHTS] = {name: value.detach().clone() for name, value in ready.items()}
-        if not self._gradients.unmoved(self._tensors_of_gradients()):
-            state[_GRADIENTS] = tensors.gradients_state(module)
-        if self._dealing is not None:
-            state[DEALT] = self._dealing.state_dict(is_finished=position.is_finished)
-        return {**state, SUMS: self.sums}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore the state, random generators last. Return a line for each thing that could not be restored."""
-        module = self._trainer.lightning_module
-        if _WEIGHTS in state:
-            module.load_state_dict(dict(state[_WEIGHTS]), strict=not any(map(is_lazy, self._tensors())))
-            self._weights = tensors.TensorMarks([])
-        if _GRADIENTS in state:
-            tensors.load_gradients(module, state[_GRADIENTS])
-            self._gradients = tensors.TensorMarks([])
-        return self._run_state.load_state_dict(state)
-
 
 State = Mapping[str, Any]
 
@@ -156,7 +92,7 @@ class OtherRanks:
         datasets = [_datasets(state.get(FINGERPRINT, part["fingerprint"]["loaders"])) for state in states]
         if any(of != lengths[0] for of in lengths) or any(of != datasets[0] for of in datasets):
             yield "its ranks had different data"
-        if any({_WEIGHTS, _GRADIENTS} & state.keys() for state in states):
+        if any({"weights", "gradients"} & state.keys() for state in states):
             yield "it has changed weights, buffers, or gradients"
         loaders = states[0]["loaders"]
         if loaders["own"] or loaders["left"] or any("dataset" in state for state in loaders["places"].values()):
@@ -176,7 +112,7 @@ class OtherRanks:
         dealt = states_after([state[DEALT]["loaders"] for state in states])
         places = first["loaders"]["places"]
         self.seeds = [places.get(f"predict/{number}", {}).get("per_sample") for number in range(len(dealt))]
-        self.state = {
+        merged = {
             **first,
             **generators_of_rank(states, rank),
             "metrics": self._metrics(rank)[0],
@@ -188,7 +124,8 @@ class OtherRanks:
             indices = [state[VALIDATION_RUN]["epoch_batch_indices"] for state in taken_over]
             joined = [[batch for own in of_loader for batch in own] for of_loader in zip(*indices, strict=True)]
             start = {"loader": 0, "index": 0, "fetched": 0, "epoch_batch_indices": joined or [[] for _ in dealt]}
-            self.state[VALIDATION_RUN] = {**first[VALIDATION_RUN], **start}
+            merged[VALIDATION_RUN] = {**first[VALIDATION_RUN], **start}
+        self.state = for_other_ranks(PARTS, first, merged)
         self._tell(is_per_sample=is_per_sample)
 
     def _tell(self, *, is_per_sample: bool) -> None:
@@ -298,8 +235,8 @@ class EvaluationResume:
     Args:
         trainer: The trainer that evaluates.
         saved: The autosave.
-        state: Restores the state.
-        run_state: The part of it that fits have, too.
+        sums: A sum of the bits of each tensor that the evaluation begins with.
+        run_state: Restores the state.
         loaders: The evaluation's loaders.
         fingerprint: The fingerprint of this run.
         trust: Decides whether objects may be unpickled.
@@ -311,7 +248,7 @@ class EvaluationResume:
         self,
         trainer: Trainer,
         saved: SavedEvaluation,
-        state: EvaluationState,
+        sums: Mapping[str, int],
         run_state: RunState,
         loaders: Loaders,
         fingerprint: Fingerprint,
@@ -322,7 +259,7 @@ class EvaluationResume:
     ) -> None:
         self._trainer = trainer
         self._saved = saved
-        self._evaluation = state
+        self._sums = sums
         self._run_state = run_state
         self._loaders = loaders
         self._fingerprint = fingerprint
@@ -376,7 +313,7 @@ class EvaluationResume:
                 return ranks
             if self._saved.other_ranks.reason:
                 return f"{ranks}, and these ranks can't continue it: {self._saved.other_ranks.reason}"
-        if has_weights and self._saved.state.get(SUMS) != self._evaluation.sums:
+        if has_weights and self._saved.state.get(SUMS) != self._sums:
             return "it begins with different weights"
         found = {**self._fingerprint.model(), **self._fingerprint.settings()}
         saved = self._saved.fingerprint
@@ -458,7 +395,7 @@ class EvaluationResume:
 
     def _load(self) -> None:
         state = self._trust.unpickled(self._saved.state, self._saved.path)
-        self._not_exact = self._evaluation.load_state_dict(state)
+        self._not_exact = self._run_state.load_state_dict(state)
         if self._saved.other_ranks is None:
             found = self._proving.differences(self._run_state, state, self.position)
             self._not_exact += map(str, found)

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.checkpoint.autosave_files import PREDICTIONS_NAME
 from lightning_faulttolerant.checkpoint.ranks import Ranks, by_first
@@ -27,19 +29,67 @@ from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.loader.remaining import Rest
 from lightning_faulttolerant.loader.resized import fresh_moment
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.state import tensors
 from lightning_faulttolerant.storage.store import open_file, open_store
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.loaders.trackers import user_loader
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, loop_of
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, gather
 from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.run.history import HistoryWriter
 from lightning_faulttolerant.trainer.save.pace import Budget, Outage, described
 from lightning_faulttolerant.trainer.settings import Options
 
-SUMS, DEALT = "sums", "dealt"
+WEIGHTS, GRADIENTS, SUMS, DEALT = "weights", "gradients", "sums", "dealt"
+
+
+class OwnParts:
+    """The parts of a state that only an evaluation has.
+
+    Args:
+        trainer: The trainer that evaluates.
+        dealing: Knows which samples of a ``predict`` are left; ``None`` in other evaluations.
+    """
+
+    def __init__(self, trainer: Trainer, dealing: Dealing | None) -> None:
+        self._trainer = trainer
+        self._module = module = trainer.lightning_module
+        self.sums: dict[str, int] = tensors.sums_of_bits({**tensors.weights_of(module), **tensors.buffers_of(module)})
+        """A sum of the bits of each tensor that the evaluation begins with."""
+        self._weights = tensors.TensorMarks(self._tensors())
+        self._gradients = tensors.TensorMarks(self._tensors_of_gradients())
+        self.readers: dict[str, Callable[..., object]] = {
+            WEIGHTS: self._changed_weights,
+            GRADIENTS: self._changed_gradients,
+            SUMS: lambda: self.sums,
+            DEALT: (lambda is_finished: None) if dealing is None else dealing.state_dict,
+        }
+        """What reads each of them; it returns ``None`` if there is nothing to carry."""
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._module.parameters(), *self._module.buffers()]
+
+    def _tensors_of_gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._module.parameters() if p.grad is not None]
+
+    def can_be_saved(self) -> bool:
+        """Return whether weights that the evaluation has changed could be saved, if there are any."""
+        if not saves_shards(self._trainer.strategy):
+            return True
+        return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
+
+    def _changed_weights(self) -> dict[str, Tensor] | None:
+        if self._weights.unmoved(self._tensors()):
+            return None
+        ready = {name: value for name, value in self._module.state_dict().items() if not is_lazy(value)}
+        return {name: value.detach().clone() for name, value in ready.items()}
+
+    def _changed_gradients(self) -> dict[str, Any] | None:
+        is_same = self._gradients.unmoved(self._tensors_of_gradients())
+        return None if is_same else tensors.gradients_state(self._module)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -365,7 +415,7 @@ class EvaluationSaver:
 
         Args:
             position: Where the evaluation is.
-            state: The state of this rank, from `EvaluationState`.
+            state: The state of this rank.
             results: What a finished evaluation returned on this rank.
         """
         began = self.pace.now()

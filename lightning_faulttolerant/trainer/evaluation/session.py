@@ -24,12 +24,8 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import copied
 from lightning_faulttolerant.trainer.any_session import AnySession, tell_stopped
 from lightning_faulttolerant.trainer.evaluation import compat as runs
-from lightning_faulttolerant.trainer.evaluation.evaluation_resume import (
-    EvaluationResume,
-    EvaluationState,
-    SavedEvaluation,
-)
-from lightning_faulttolerant.trainer.evaluation.saving import Dealing, EvaluationSaver, Predictions
+from lightning_faulttolerant.trainer.evaluation.evaluation_resume import EvaluationResume, SavedEvaluation
+from lightning_faulttolerant.trainer.evaluation.saving import Dealing, EvaluationSaver, OwnParts, Predictions
 from lightning_faulttolerant.trainer.evaluation.validation import CommonPace
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.log import tell
@@ -49,13 +45,13 @@ class _BegunEvaluation:
     """What reads and saves an evaluation once it has begun, with its weights loaded.
 
     Args:
-        run_state: Reads the parts that an evaluation has in common with a fit.
-        state: Reads the whole state.
+        run_state: Reads the state.
+        own: Reads what only evaluations have.
         saver: Writes the autosaves.
     """
 
     run_state: RunState
-    state: EvaluationState
+    own: OwnParts
     saver: EvaluationSaver
 
 
@@ -135,11 +131,11 @@ class EvaluationSession(AnySession):
         """Begin the evaluation itself: its weights are loaded."""
         options, beginning, ranks = self._options, self._beginning, self._beginning.ranks
         self.stopping.begin(lambda: self._begun.saver.pace.save_seconds if self._begun is not None else 0.0)
-        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, options)
         if runs.is_predicting(self._loop):
             is_per_sample = options.worker_rng == "per_sample"
             self._dealing = Dealing(self.trainer, self.loaders, is_per_sample=is_per_sample)
-        state = EvaluationState(self.trainer, run_state, self._dealing)
+        own = OwnParts(self.trainer, self._dealing)
+        run_state = RunState(self.trainer, self.loaders, self._files, self._registered, options, own=own.readers)
         trust, series = Trust(options), beginning.series
         run_state.objects.keeps_bytes = by_first(ranks, "trust", series, trust.is_trusted_series)
         directory = ranks.from_first("the directory", None if series is None else str(series.directory))
@@ -149,7 +145,7 @@ class EvaluationSession(AnySession):
         saver = EvaluationSaver(
             self.trainer,
             series,
-            state.sums,
+            own.sums,
             options,
             ranks=ranks,
             header=lambda: {
@@ -163,7 +159,7 @@ class EvaluationSession(AnySession):
             predictions=predictions,
             on_saved=self.listeners.saved,
         )
-        self._begun = _BegunEvaluation(run_state=run_state, state=state, saver=saver)
+        self._begun = _BegunEvaluation(run_state=run_state, own=own, saver=saver)
         self._patches.wrap(self._loop, compat.BEFORE_FETCH, partial(self._wrap_before_fetch, self._begun))
         choice = beginning.choice
         if choice is not None and choice.checkpoint is not None and choice.part is not None:
@@ -186,7 +182,7 @@ class EvaluationSession(AnySession):
         resume = EvaluationResume(
             self.trainer,
             saved,
-            begun.state,
+            begun.own.sums,
             begun.run_state,
             self.loaders,
             self._fingerprint,
@@ -267,7 +263,7 @@ class EvaluationSession(AnySession):
             results = original()
             finished = self._position(is_finished=True)
             self._supervision.in_section(SAVE)
-            saver.save(finished, self._begun.state.state_dict(finished), self._returned(results))
+            saver.save(finished, run_state.state_dict(finished), self._returned(results))
         self._supervision.in_section(TEARDOWN)
         self.stopping.stop_if_wanted(f"after the end of {self._function}")
         return results
@@ -382,12 +378,12 @@ class EvaluationSession(AnySession):
         run = begun.run_state.validation
         if self.loaders.exactness.reasons:
             run.repeat(self.loaders.exactness.reasons[0])
-        if run.can_be_resumed and not begun.state.can_be_saved():
+        if run.can_be_resumed and not begun.own.can_be_saved():
             run.repeat("it has changed weights that are in shards")
         if not run.can_be_resumed:
             return None
         try:
-            state = begun.state.state_dict(position)
+            state = begun.run_state.state_dict(position)
         except NotExactError as error:  # a loader can't report its place
             run.repeat(str(error))
             return None

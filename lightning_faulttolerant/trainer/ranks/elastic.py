@@ -40,6 +40,7 @@ from lightning_faulttolerant.trainer.position import (
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.run.fingerprint import tensor_parallel_size
+from lightning_faulttolerant.trainer.save.part import Part, for_other_ranks
 
 
 def generators_of_rank(states: Sequence[State], rank: int) -> dict[str, Any]:
@@ -164,6 +165,7 @@ class Resized:
 
     Args:
         trainer: The trainer of the run that continues.
+        parts: The parts of a state.
         states: The states of all ranks that saved.
         position: Where these ranks were.
         fingerprint: The saved run's fingerprint.
@@ -178,6 +180,7 @@ class Resized:
     def __init__(
         self,
         trainer: Trainer,
+        parts: Sequence[Part],
         states: Sequence[State],
         position: TrainerPosition,
         fingerprint: State,
@@ -198,9 +201,11 @@ class Resized:
         self.notes = [differed] if apart else []
         """Differences from the uninterrupted run in which nothing is lost."""
         self._window: Window | None = None
-        self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
+        self.state = self._redistributed(parts, fingerprint, rank, is_per_sample=is_per_sample)
 
-    def _redistributed(self, fingerprint: State, rank: int, *, is_per_sample: bool) -> dict[str, Any]:
+    def _redistributed(
+        self, parts: Sequence[Part], fingerprint: State, rank: int, *, is_per_sample: bool
+    ) -> dict[str, Any]:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
         if tensor_parallel_size(self._trainer) > 1:
             raise NotExactError(
@@ -224,14 +229,15 @@ class Resized:
         accumulation = self._trainer.accumulate_grad_batches
         if saved_accumulation != accumulation:
             first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": accumulation}}
-        return {
-            **{name: part for name, part in first.items() if name in _OF_RANK_0},
+        merged = {
             **generators_of_rank(states, rank),
             "loaders": loaders,
             "gradients": self._gradients(),
             "metrics": metrics,
             "results": results,
+            "trainer": first["trainer"],
         }
+        return for_other_ranks(parts, first, merged)
 
     def _tell_rng(self, *, is_per_sample: bool) -> None:
         reason = "sums over ranks have a different order, so their last bits differ"
@@ -378,6 +384,3 @@ class Resized:
             yield
         finally:
             trainer.val_check_batch = kept
-
-
-_OF_RANK_0 = ("buffers", "began", "left_out", "shown", "flags", "callbacks", "trainer", "files", "objects")

@@ -97,7 +97,7 @@ class Buckets:
         return [f"DDP's communication hook {name} {reason}" for name in self._hooks]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Lay the buckets out in the saved order; a collective that gets rank 0's state.
+        """Lay the buckets out in the saved order of rank 0; a collective.
 
         Returns:
             Why the sums of some batches may differ in their last bits, if they may.

@@ -333,13 +333,13 @@ class RestoredState:
             self._reasons.append(f"schedulers: the checkpoint has the states of only {self._num_schedulers} of {num}")
             self._num_schedulers = num
 
-    def put_back(self, created: Mapping[str, Any] | None) -> list[str]:
+    def put_back(self, created: Mapping[str, Any]) -> list[str]:
         """Put back what has changed since. Return a reason for each value that is not the run's.
 
         Args:
             created: How the optimizers of the run were created, if the checkpoint says so.
         """
-        groups = [one["groups"] for one in (created or {}).get("optimizers", ())]
+        groups = [one["groups"] for one in created.get("optimizers", ())]
         readers = {_WEIGHTS: lambda path: self._read()["state_dict"].get(path[0]), _TRAINING: self._of_optimizers}
         for part, values in self._parts.items():
             changed = values.changed()

@@ -85,13 +85,13 @@ class ParamGroups:
             return None
         return self._names()
 
-    def load_state_dict(self, state: NamesOfGroups | None) -> None:
-        """Restore the optimizers' groups. Lightning loads the settings of each group.
+    def load_state_dict(self, state: NamesOfGroups) -> None:
+        """Restore the optimizers' groups, if the state has them. Lightning loads the settings of each group.
 
         Raises:
             NotExactError: If a group had a tensor that is not a parameter of the module.
         """
-        if state is None or len(state) != len(self._trainer.optimizers):
+        if len(state) != len(self._trainer.optimizers):
             return
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for number, (optimizer, groups, now) in enumerate(

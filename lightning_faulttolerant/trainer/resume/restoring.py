@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Final, final
+from typing import final
 
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.schema import CREATED, PICKLED, REWRITTEN, Changes
+from lightning_faulttolerant.checkpoint.schema import PICKLED, REWRITTEN
 from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import spikes_restored
@@ -43,10 +43,11 @@ from lightning_faulttolerant.trainer.resume.parameters import GROUPS, ParamGroup
 from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers, restore_logs
 from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.run.changes import ChangedSettings
+from lightning_faulttolerant.trainer.run.changes import CREATED, ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.save.checkpoint_io import AtomicCheckpointIO
 from lightning_faulttolerant.trainer.save.left_out import load_left_out
+from lightning_faulttolerant.trainer.save.run_state import GROWN, REPLACED
 from lightning_faulttolerant.trainer.settings import Options
 
 # Those that the user has not chosen: they stand in for Lightning's default during a fit.
@@ -133,16 +134,18 @@ class Restoring:
             return False
         return is_saved(self._trainer, start.choice, start.resume, position)
 
-    def changes(self) -> Changes:
-        """Return how training has changed the optimizers, schedulers and buffers that the fit began with."""
-        if self._start is None or self._optimizers is None or self._settings is None:
-            return {}
-        self._optimizers.replaced.warn()
+    def changes(self) -> dict[str, Callable[[], object]]:
+        """Return what reads how training has changed the optimizers, schedulers, and buffers that the fit began with.
+
+        Call it when the fit begins.
+        """
+        assert self._start is not None
+        assert self._optimizers is not None
         return {
-            GROUPS: self._optimizers.groups.state_dict(),
-            REPLACED: self._optimizers.replaced.state_dict(),
-            GROWN: self._start.grown.state_dict(),
-            CREATED: self._settings.state_dict(),
+            GROUPS: self._optimizers.groups.state_dict,
+            REPLACED: self._optimizers.replaced.checked,
+            GROWN: self._start.grown.state_dict,
+            CREATED: self._optimizers.settings.state_dict,
         }
 
     def around_resume_start(
@@ -191,7 +194,7 @@ class Restoring:
         self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
         if resume.position is not None and part is not None and "state_dict" in loaded:
             captured = part["instead"].get("buffers", {}) if "instead" in part else {}
-            grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
+            grown.make_room(resume.saved(GROWN), loaded["state_dict"], captured=captured)
         if resume.position is not None:
             rewritten = part.get(REWRITTEN, ()) if part is not None else ()
             resume.proving.note(loaded, rewritten=rewritten)
@@ -210,14 +213,14 @@ class Restoring:
         if self._optimizers is None:
             changes = self._settings = self._settings or ChangedSettings(self._trainer)
             own = self._optimizers = _Optimizers(
+                settings=changes,
                 groups=ParamGroups(self._trainer),
                 replaced=Replaced(self._trainer),
                 schedulers=Schedulers(self._trainer),
             )
-            if choice is not None and choice.part is not None:
-                if self.resume is not None:
-                    self.resume.admit(own.replaced.why_not_exact(choice.part.get(REPLACED)))
-                own.groups.load_state_dict(choice.part.get(GROUPS))
+            if self.resume is not None:
+                self.resume.admit(own.replaced.why_not_exact(self.resume.saved(REPLACED)))
+                own.groups.load_state_dict(self.resume.saved(GROUPS))
         if self.resume is None or changes is None:
             original()
         else:
@@ -258,12 +261,11 @@ class _Start:
 class _Optimizers:
     """The optimizers and schedulers that the fit began with."""
 
+    settings: ChangedSettings
     groups: ParamGroups
     replaced: Replaced
     schedulers: Schedulers
 
-
-GROWN: Final = "grown"
 
 _log = logging.getLogger(__name__)
 _NOTHING = "nothing"
@@ -312,8 +314,6 @@ class GrownBuffers:
                 owner.register_buffer(own, None)
 
 
-REPLACED: Final = "replaced"
-
 Kinds = dict[str, list[str]]
 """The classes of the optimizers and of the schedulers, and which optimizer each scheduler drives."""
 _REMEDY = "Use both from the start (self.optimizers(), a SequentialLR), or a separate fit for each"
@@ -332,21 +332,18 @@ class Replaced:
         self._first = self._now()
         self._is_told = False
 
-    def state_dict(self) -> Kinds | None:
-        """Return the classes, or ``None`` while they are the original ones."""
+    def checked(self) -> Kinds | None:
+        """Return the classes, or ``None`` while they are the original ones. Warn once if no resume can make these."""
         now = self._now()
-        return None if now == self._first else now
-
-    def warn(self) -> None:
-        """Warn once if a later process can't continue with the objects of now."""
-        reasons = [] if self._is_told else self.why_not_exact(self.state_dict())
+        reasons = [] if self._is_told else self.why_not_exact(now)
         if reasons and self._trainer.is_global_zero:
             self._is_told = True
             _log.warning("A resume from now on can't be exact: %s. %s.", "; ".join(reasons), _REMEDY)
+        return None if now == self._first else now
 
-    def why_not_exact(self, state: Kinds | None) -> list[str]:
+    def why_not_exact(self, state: Kinds) -> list[str]:
         """Return why the states that `state` describes can't be loaded into the current objects, one line for each."""
-        if state is None:
+        if not state:
             return []
         pairs = (
             (f"{kind} {number}", saved, made)

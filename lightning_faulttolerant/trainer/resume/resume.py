@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
-from lightning_faulttolerant.checkpoint.schema import CREATED, NOT_EXACT, PARENT, VERSION, CheckpointPart
+from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, PARENT, VERSION, CheckpointPart
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
@@ -42,7 +42,7 @@ from lightning_faulttolerant.trainer.resume.parameters import convert_module, ro
 from lightning_faulttolerant.trainer.resume.proof import Proving, not_read_back
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
-from lightning_faulttolerant.trainer.run.changes import ChangedSettings
+from lightning_faulttolerant.trainer.run.changes import CREATED, ChangedSettings
 from lightning_faulttolerant.trainer.run.fingerprint import (
     Comparison,
     Fingerprint,
@@ -52,7 +52,7 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     warn_late,
 )
 from lightning_faulttolerant.trainer.save.capture import put_instead
-from lightning_faulttolerant.trainer.save.run_state import TITLES, RunState
+from lightning_faulttolerant.trainer.save.run_state import PARTS, TITLES, RunState
 from lightning_faulttolerant.trainer.settings import Options
 
 
@@ -182,6 +182,7 @@ class Resume:
         """Build the state of this rank from the states of a different number of ranks."""
         self._content.resized = Resized(
             self._trainer,
+            PARTS,
             [state_of(part, number, checkpoint) for number in range(len(part["ranks"]))],
             position,
             part["fingerprint"],
@@ -230,8 +231,8 @@ class Resume:
             if self._trainer.strategy.restore_checkpoint_after_setup:  # it has already loaded model and optimizers
                 put_into(self._trainer, self._content.part["instead"])
             self._content.callback_states = checkpoint["callbacks"]
-        if SCHEDULERS in self._content.part:
-            checkpoint["lr_schedulers"] = self._content.part["schedulers"]
+        if SCHEDULERS in self._content.state:
+            checkpoint["lr_schedulers"] = self._content.state[SCHEDULERS]
         checkpoint.update(self._content.state.get(LIGHTNINGS, {}))
         if self._differences.of_settings is not None:
             self._forget_files(checkpoint)
@@ -359,7 +360,7 @@ class Resume:
         """
         if self._differences.of_settings is not None and self._content.part is not None:
             self._differences.applied = changes
-            self._differences.of_settings.not_exact += changes.apply(self._content.part.get(CREATED))
+            self._differences.of_settings.not_exact += changes.apply(self.saved(CREATED))
 
     @property
     def is_pending(self) -> bool:
@@ -373,12 +374,12 @@ class Resume:
             return None
         return self.position
 
-    def saved(self, name: str) -> Mapping[str, Any]:
-        """Return one part of the state by its name in `TITLES`, or an empty mapping if it was not saved."""
+    def saved(self, name: str) -> Any:
+        """Return one part of the state by its name in `PARTS`, or an empty mapping if it was not saved."""
         return self._content.state.get(name) or {}
 
     def owed(self, name: str) -> Any:
-        """Return what the checkpoint notes about a hook that was running: ``pending``, ``before_validation``."""
+        """Return what the checkpoint notes about its run, or about a hook that was running: ``pending``."""
         return None if self._content.part is None else self._content.part.get(name)
 
     @property
@@ -410,7 +411,7 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state can't be restored.
         """
-        self.admit(self.restored.put_back(self.owed(CREATED)))
+        self.admit(self.restored.put_back(self.saved(CREATED)))
         self._differences.all.not_exact += self.restored.not_exact
         state = Trust(self._options).unpickled(self._content.state, self._path)
         lost = run_state.load_state_dict(state)

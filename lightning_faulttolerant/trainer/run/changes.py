@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import PurePath
-from typing import Any, final
+from typing import Any, Final, final
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -224,6 +224,10 @@ _ARGUMENTS: Mapping[type, frozenset[str]] = {
 Settings = dict[str, Any]
 
 
+CREATED: Final = "created"
+"""The part of a state with the settings with which optimizers and schedulers were created."""
+
+
 @final
 class ChangedSettings:
     """The settings of optimizers and schedulers of this start, applied over those of a checkpoint.
@@ -250,11 +254,11 @@ class ChangedSettings:
         """Return the settings with which optimizers and schedulers were created, for branches of this run."""
         return self._created
 
-    def apply(self, saved: Mapping[str, Any] | None) -> list[str]:
+    def apply(self, saved: Mapping[str, Any]) -> list[str]:
         """Set what has changed. Call it when the checkpoint is loaded.
 
         Args:
-            saved: A result of `state_dict`, from the checkpoint; ``None`` if it has none.
+            saved: A result of `state_dict`, from the checkpoint; empty if it has none.
 
         Returns:
             A line for each setting that has changed.
@@ -263,7 +267,7 @@ class ChangedSettings:
             BranchError: If a changed setting can't take effect.
         """
         self.apply_window()
-        if saved is None:
+        if not saved:
             return ["optimizers and schedulers: as they were saved, because the autosave lacks their first settings"]
         for kind in ("optimizers", "schedulers"):
             then, now = ([one["class"] for one in each[kind]] for each in (saved, self._created))

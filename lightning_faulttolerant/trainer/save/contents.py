@@ -142,7 +142,6 @@ class HookSave:
         pending: Names of the callbacks, and of the module, with a hook that still has to be called.
         inexact: Why the run can't continue exactly.
         instead: Values that replace parts of Lightning's checkpoint on a resume.
-        before_validation: Values to restore after the validation run that is under way.
         is_of_one_rank: Whether this rank saves alone. The other ranks may not save now, so their states are missing.
     """
 
@@ -151,7 +150,6 @@ class HookSave:
     pending: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     instead: Instead | None = None
-    before_validation: Mapping[str, object] | None = None
     is_of_one_rank: bool = False
 
 
@@ -197,15 +195,11 @@ class HookSaves:
             return HookSave(position=position, state={}, inexact=("it was saved before the first batch",))
         position = position_of(self._trainer, where, hook)
         pending, lost = self._pending(hook, saver)
-        before = None
-        if where == VALIDATION_END:
-            before = compat.before_validation(self._trainer, self._run_state.validation.first_loop_iter)
         return HookSave(
             position=position,
             state=self._run_state.state_dict(position),
             pending=tuple(pending),
             inexact=tuple(f"{name} comes after the hook that saved, and can't be called again" for name in lost),
-            before_validation=before,
         )
 
     def _from_capture(self, hook: str, capture: Capture) -> HookSave:
@@ -308,18 +302,16 @@ class CheckpointContents:
         has_hooks = overrides_save_hook(self._trainer)
         captured = {} if save.instead is None else save.instead["buffers"]
         state = self._run_state.with_left_out(save.state, {} if has_hooks else checkpoint, captured)
+        states = checkpoint.get("lr_schedulers", [])
+        if save.instead is None and (plain := self._run_state.schedulers.plain(states)) is not states:
+            state = {**state, SCHEDULERS: plain}
         part = self._part_of_all(ranks, save.position, state, checkpoint, save.instead)
         if part is not None:
             checkpoint[KEY] = part
             part["pending"], part["inexact"] = list(save.pending), list(inexact)
             part["sums"] = sums_of_states(without_shards(dumped) if has_shards(self._trainer.strategy) else dumped)
-            states = checkpoint.get("lr_schedulers", [])
             if save.instead is not None:
                 part["instead"] = {**save.instead}
-            elif (plain := self._run_state.schedulers.plain(states)) is not states:
-                part[SCHEDULERS] = plain
-            if save.before_validation is not None:
-                part["before_validation"] = dict(save.before_validation)
 
     def own_state(self, position: TrainerPosition, *, strict: bool = False) -> dict[str, object]:
         """Return the state of this instant, without the parts that Lightning's checkpoint has; `strict` as there."""

@@ -114,13 +114,12 @@ class LeftOut:
             kept[_WEIGHTS] = {**(checkpoint.get(_WEIGHTS) or {}), **first[_WEIGHTS]}
         return {**checkpoint, **kept}
 
-    def others(self, state: Mapping[str, Any]) -> list[str]:
+    def others(self, sums: Mapping[str, int]) -> list[str]:
         """Return a line for each weight that training had not changed, and that is another one here.
 
         Args:
-            state: The state of a rank.
+            sums: The part `LEFT_OUT` of a state.
         """
-        sums: Mapping[str, int] = state.get(LEFT_OUT, {})
         now = tensors.sums_of_bits({name: one for name, one in _readable(self._module).items() if name in sums})
         others = [name for name, total in sums.items() if now.get(name) != total]
         return [

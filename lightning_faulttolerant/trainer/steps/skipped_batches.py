@@ -62,15 +62,14 @@ class SkippedBatches:
         self.on_skipped: Sequence[Callable[[int, int], None]] = ()
         """Called with epoch and batch of each batch that is left out, once it is loaded."""
 
-    def begin(self, patches: Patches, saved: Mapping[str, Any] | None, position: TrainerPosition | None) -> list[str]:
+    def begin(self, patches: Patches, saved: Mapping[str, Any], position: TrainerPosition | None) -> list[str]:
         """Take the seam of the loops that is needed, and return lines for the report of a resume.
 
         Args:
             patches: Applies the patch to the trainer.
-            saved: The value of `header` in the checkpoint that the fit continues from, if any.
+            saved: The `state_dict` in the checkpoint that the fit continues from, if any.
             position: Where that checkpoint was taken.
         """
-        saved = saved or {}
         here = (-1, -1) if position is None else (position.epoch, position.batch)
         done = [(epoch, batch) for epoch, batch in saved.get("done", ())]
         self._done = [skip for skip in done if skip < here]  # the state may be older than the save
@@ -98,12 +97,12 @@ class SkippedBatches:
     def _coming(self) -> list[Skip]:
         return sorted(self._wanted - {*self._done})
 
-    def header(self) -> dict[str, object]:
-        """Return for a checkpoint which batches were left out, and which are to be; empty if there are none."""
+    def state_dict(self) -> dict[str, object] | None:
+        """Return which batches were left out, and which are to be, or ``None`` if there are none."""
         if not self._wanted and not self._done:
-            return {}
+            return None
         places = {"done": self._done, "wanted": sorted(self._wanted)}
-        return {SKIPPED: {name: [list(skip) for skip in skips] for name, skips in places.items()}}
+        return {name: [list(skip) for skip in skips] for name, skips in places.items()}
 
     def is_next(self, fetcher: object) -> bool:
         """Return whether the next batch is left out.
