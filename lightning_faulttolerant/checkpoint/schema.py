@@ -96,7 +96,7 @@ class Instead(TypedDict, total=False):
     schedulers: list[object]
     param_groups: list[list[Mapping[str, object]]]
     precision: Mapping[str, object]
-    buffers: Mapping[str, object]
+    buffers: Mapping[str, Any]
     extra: Mapping[str, object]
 
 

@@ -243,7 +243,7 @@ class Autosaver:
         module = self._run_state.trainer.lightning_module
         now = buffers_state(module)
         # They stay until the file is written: a state_dict holds the buffers themselves, not copies.
-        load_buffers(module, capture.buffers)
+        load_buffers(module, capture.instead["buffers"])
         try:
             self._save(self._taken(capture.position, capture.state, capture), capture.position, began)
         finally:
@@ -265,7 +265,7 @@ class Autosaver:
         self.around.before_save()
         self._background.wait()  # it needs what was packed for it
         module = self._run_state.trainer.lightning_module
-        with buffers_replaced(module, capture.buffers):
+        with buffers_replaced(module, capture.instead["buffers"]):
             checkpoint = self.contents.gathered(capture.position, capture.state, capture, ranks)
             if self._series is None:
                 return

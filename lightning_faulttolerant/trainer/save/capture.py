@@ -24,32 +24,23 @@ from lightning_faulttolerant.trainer.save.run_state import RunState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """The state of one instant. It can be saved later, as long as no parameter has moved."""
+    """The state of one instant. It can be saved later, as long as no parameter has moved.
+
+    Args:
+        position: Where it was taken.
+        state: The state of this rank.
+        instead: The parts that replace those of a later dump of Lightning's.
+        held: The parameters of each group of each optimizer.
+        marks: The tensors that it does not copy.
+        taken_at: When it was taken.
+    """
 
     position: TrainerPosition
     state: Mapping[str, Any]
-    loops: Mapping[str, object]
-    callbacks: Mapping[str, object]
-    schedulers: list[object]
-    param_groups: list[list[Mapping[str, object]]]
+    instead: Instead
     held: list[list[list[int]]]
-    precision: Mapping[str, object]
-    buffers: Mapping[str, Tensor]
-    extra: Mapping[str, object]
     marks: TensorMarks
     taken_at: float
-
-    def instead(self) -> Instead:
-        """Return the parts that replace those of Lightning's checkpoint, as plain values and tensors."""
-        return {
-            "loops": self.loops,
-            "callbacks": self.callbacks,
-            "schedulers": self.schedulers,
-            "param_groups": self.param_groups,
-            "precision": self.precision,
-            "buffers": self.buffers,
-            "extra": self.extra,
-        }
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
@@ -66,14 +57,16 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
     return Capture(
         position=position,
         state=run.state_dict(position),
-        loops=copy.deepcopy(trainer.fit_loop.state_dict()),
-        callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
-        schedulers=copy.deepcopy(run.schedulers.plain(schedulers)),
-        param_groups=[copied_groups(optimizer) for optimizer in trainer.optimizers],
+        instead={
+            "loops": copy.deepcopy(trainer.fit_loop.state_dict()),
+            "callbacks": copy.deepcopy({key: state for key, state in states.items() if state}),
+            "schedulers": copy.deepcopy(run.schedulers.plain(schedulers)),
+            "param_groups": [copied_groups(optimizer) for optimizer in trainer.optimizers],
+            "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
+            "buffers": buffers_state(trainer.lightning_module),
+            "extra": extra_state(trainer.lightning_module),
+        },
         held=held_by_groups(trainer),
-        precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
-        buffers=buffers_state(trainer.lightning_module),
-        extra=extra_state(trainer.lightning_module),
         marks=TensorMarks(moving_tensors(trainer)),
         taken_at=perf_counter(),
     )

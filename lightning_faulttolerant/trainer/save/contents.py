@@ -212,7 +212,7 @@ class HookSaves:
             inexact.append(f"{adds} is of a later time than the other state, which was captured {capture.position}")
         kept = capture.position
         position = replace(kept, hook=hook or "a call")
-        return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
+        return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead)
 
     def _pending(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
         """Return the owners of the hooks to call after the saving one, and the hooks that can't be called again."""
@@ -343,7 +343,7 @@ class CheckpointContents:
         make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
-            put_instead(checkpoint, capture.instead(), position, self._trainer)
+            put_instead(checkpoint, capture.instead, position, self._trainer)
         packed = pack(checkpoint, leave=IN_SHARDS if self._is_sharded else ())
         self.packed = Packed({}, *packed[1:])  # without the checkpoint, which need not stay in memory
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
