@@ -32,7 +32,7 @@ from lightning_faulttolerant.loader.exactness import (
 from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.iteration import IterationOwner
 from lightning_faulttolerant.loader.objects import torch_loaders_in
-from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer, takes_each_batch_alone
+from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer
 from lightning_faulttolerant.loader.samplers import has_state_methods, state_of, what_is_not_plain
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -283,7 +283,7 @@ def is_replayed(loader: object) -> bool:
     """Return whether `loader` is followed by its batches: it is not torch's, or its class does more with them."""
     if not isinstance(loader, DataLoader):
         return True
-    return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy says it is not Hashable
+    return not (is_resumable(loader) or keeps_own_position(loader) or type(loader).__iter__ is DataLoader.__iter__)
 
 
 def why_not_replayed(loader: object) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from torch.utils.data import (
 )
 
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
-from lightning_faulttolerant.loader.replayer import takes_each_batch_alone
 from lightning_faulttolerant.state.rng import rng_state
-from tests.laws import data_sets
 from tests.loader.loops import follow, resumable_loop, seed
 from tests.loader.made import (
     Drawing,
@@ -82,55 +79,3 @@ def test_seeded_fetch_leaves_the_generators() -> None:
         else:
             next(iterator)
         assert (rng_state(), data.python.getstate(), data.numpy.bit_generator.state) == before
-
-
-# Loaders with an `__iter__` of their own may begin in the middle if each batch stands alone.
-
-
-class Enumerates(DataLoader[Any]):
-    """Adds the number of each batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(super().__iter__()):
-            yield batch + number
-
-
-class Repeats(DataLoader[Any]):
-    """Yields each batch twice."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield batch
-            yield batch
-
-
-class Remembers(DataLoader[Any]):
-    """Adds the batch before."""
-
-    last: Any = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            before = self.last
-            self.last = batch
-            yield batch + before
-
-
-class Asks(DataLoader[Any]):
-    """Calls its own method, which may count."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield self.collate_fn(batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(DataLoader, True), (data_sets.Unsized, True), (data_sets.UnpackingLoader, True), (Asks, False)]
-    + [
-        (kind, False) for kind in (data_sets.MappingLoader, Enumerates, Repeats, Remembers, type("Sub", (Repeats,), {}))
-    ],
-)
-def test_classes_that_take_each_batch_alone(kind: Any, expected: bool) -> None:
-    """A class that counts, repeats, or keeps something may not begin in the middle."""
-    assert takes_each_batch_alone(kind) is expected
