@@ -12,8 +12,9 @@ other keys:
   ``rank``, ``num_ranks``, ``num_batches`` (of an epoch, or of the evaluation; ``null`` if not known), ``max_epochs``
   (1 for an evaluation), ``surroundings`` (versions, device, threads: the last bits of sums depend on them).
 - ``resumed``: it continues from a checkpoint, before its first batch. ``epoch``, ``batch``, ``validation_batch`` (the
-  finished batches of a validation run, or of an evaluation, that continues; left out otherwise), ``text`` (the position
-  in words; it begins with "at the validation run" if that run is repeated, "after the end" after the whole fit),
+  finished batches of a validation run, or of an evaluation, that continues; left out otherwise), ``where`` (the kind of
+  place: ``boundary``, ``batch end``, ``validation`` if that run is repeated, ``finished`` after the whole fit, ...),
+  ``text`` (the position in words),
   ``exact``, ``not_exact`` (the reasons, a list of strings), ``path``.
 - ``batch``: the step of a batch is finished; values that its last hooks and its end log come after it. ``epoch``,
   ``batch`` (from 0), ``order`` (digest of the batch's indices; ``null`` if there are none, as with an iterable data
@@ -34,17 +35,17 @@ other keys:
   called directly; else ``null``). Values of the sanity check are left out, and values passed directly to a logger
   before the first batch: that is repeated at each start.
 - ``autosave``: an autosave is written and verified; by rank 0, or by all ranks if a strategy shards. ``epoch``,
-  ``batch``, ``validation_batch`` (of its position, as in ``resumed``), ``text`` (the position in words), ``path``. One
-  written in the background comes later.
+  ``batch``, ``validation_batch``, ``where`` (of its position, as in ``resumed``), ``text`` (the position in words),
+  ``path``. One written in the background comes later.
 - ``end``: the fit or the evaluation has finished. ``metrics``, ``rng``; of a fit ``weights`` and ``optimizers``; of an
   evaluation ``returned`` (for ``predict``, the number and a digest of the predictions): digests and values.
 
 To join the ledgers of a run's processes, keep the lines of earlier ones that are not after the place in ``resumed``:
-their ``epoch`` and ``batch`` (plus one for a ``batch`` line) are not greater. Some positions keep only a part of the
-lines at that place. "At the validation run": no ``validated``, ``evaluated``, or ``validating`` line. With a
-``validation_batch``: no ``validated`` line, and no ``evaluated`` or ``validating`` line with a greater
-``validation_batch``. "After the step": only the ``batch`` line. "At the end of epoch": none from the first with
-``epoch_end`` on. "After the end": all except ``end``.
+their ``epoch`` and ``batch`` (plus one for a ``batch`` line) are not greater. Some places keep only a part of the
+lines there. ``validation``: no ``validated``, ``evaluated``, or ``validating`` line. With a ``validation_batch``: no
+``validated`` line, and no ``evaluated`` or ``validating`` line with a greater ``validation_batch``. ``batch end``: only
+the ``batch`` line. ``epoch end``: none from the first with ``epoch_end`` on. ``finished``, and ``after`` an evaluation:
+all except ``end``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+BATCH_END, VALIDATION_START, EPOCH_END = "batch end", "validation", "epoch end"
+ENDS = ("finished", "after validate", "after test", "after predict")
+"""Places after a whole fit, or a whole evaluation."""
 
 FIT = "fit"
 RESUMED = "resumed"

@@ -99,7 +99,7 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
     """Return the events before the place where a run continued; none if it started from the beginning."""
     if resumed is None:
         return []
-    name = "validation" if "validation" in resumed["text"] else "batch"
+    name = "validation" if "validation" in resumed["where"] else "batch"
     place = (resumed["epoch"], resumed["batch"])
     kinds = ("batch", "left out") if name == "batch" else (name,)
     found = (i for i, e in enumerate(events) if e["event"] in kinds and (e["epoch"], e["batch"]) == place)

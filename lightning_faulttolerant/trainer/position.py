@@ -231,7 +231,7 @@ def load_into_loops(loops: dict[str, Any], position: TrainerPosition) -> None:
 def place_of(trainer: Trainer, position: TrainerPosition | None) -> dict[str, Any]:
     """Return the fields of a report for a position, or for the place where Lightning takes the run to be."""
     if position is not None:
-        place = {"epoch": position.epoch, "batch": position.batch, "num_validated": position.num_validated}
-        return {"position": str(position), **place}
+        place = {"where": position.where, "epoch": position.epoch, "batch": position.batch}
+        return {"position": str(position), **place, "num_validated": position.num_validated}
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return {"position": "where Lightning expects it", "epoch": trainer.current_epoch, "batch": batch}

@@ -86,9 +86,8 @@ class Recorder(AnyCallback):
         for callback in served(trainer).compat.callbacks(trainer):
             report = callback.resume_report if isinstance(callback, FaultTolerance) else None
             if report is not None:
-                place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
-                place["num_validated"] = report.num_validated
-                self.write("resumed", exact=report.is_exact, **place)
+                place = {"epoch": report.epoch, "batch": report.batch, "num_validated": report.num_validated}
+                self.write("resumed", exact=report.is_exact, where=report.where, text=report.position, **place)
 
 
 class KillAt(AnyCallback):

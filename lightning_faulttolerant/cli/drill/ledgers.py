@@ -19,8 +19,6 @@ STAGES = (TRAIN, VALIDATION, "test", "predict")
 """What a batch may be of. Those of ``Trainer.validate`` are of ``validation``, too."""
 # Fields about the line itself, not about the training.
 _NOT_COMPARED = ("event", "fit", "time")
-# How positions begin, in words.
-_AFTER_THE_END, _AFTER_THE_STEP, _REPEATED = "after the end", "after the step", "at the validation run"
 _ALL_EVALUATED = sys.maxsize
 
 Place = tuple[int, int, int, int]
@@ -100,6 +98,7 @@ class Resumption:
     Args:
         process: Number of the process, from 0.
         place: The place up to which everything was done before.
+        where: The kind of place.
         text: The position in words.
         is_exact: Whether everything was restored exactly.
         not_exact: What was not restored exactly, as the run itself reports it.
@@ -108,6 +107,7 @@ class Resumption:
 
     process: int
     place: Place
+    where: str
     text: str
     is_exact: bool
     not_exact: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class Resumption:
     @property
     def is_finished(self) -> bool:
         """Whether the fit had finished."""
-        return self.text.startswith(_AFTER_THE_END)
+        return self.where in ledger.ENDS
 
     def kept_of(self, events: Sequence[Event]) -> list[Event]:
         """Return the events of the fit that happened before the restored state was captured."""
@@ -127,12 +127,12 @@ class Resumption:
             return event.kind != ledger.END
         if event.kind == ledger.END or event.place[:3] != self.place[:3]:
             return event.kind != ledger.END and event.place < self.place
-        if self.text.startswith(_AFTER_THE_STEP):
+        if self.where == ledger.BATCH_END:
             return event.kind == ledger.BATCH
         if self.place[3] != _ALL_EVALUATED:
             begun = event.values.get("validation_batch", sys.maxsize)
             return begun <= self.place[3] or (not event.in_validation and not event.is_epoch_end)
-        if self.text.startswith("at the end of epoch"):
+        if self.where == ledger.EPOCH_END:
             return not event.is_epoch_end
         return True
 
@@ -310,6 +310,7 @@ def resumption_of(process: int, line: Line) -> Resumption:
     return Resumption(
         process=process,
         place=place_of(line),
+        where=str(line.get("where", "")),
         text=str(line.get("text", "")),
         is_exact=bool(line.get("exact", True)),
         not_exact=tuple(line.get("not_exact", ())),
@@ -319,13 +320,13 @@ def resumption_of(process: int, line: Line) -> Resumption:
 
 def place_of(line: Line) -> Place:
     """Return the place of a line that has one. A batch counts as done in its own place."""
-    kind, text = line["event"], str(line.get("text", ""))
+    kind, where = line["event"], line.get("where")
     fit, epoch, batch = (int(line.get(name, default)) for name, default in (("fit", 1), ("epoch", 0), ("batch", 0)))
     if kind == ledger.BATCH:
         return fit, epoch, batch + 1, 0
     if kind not in (ledger.RESUMED, ledger.AUTOSAVE):
         return fit, epoch, batch, int(line.get("validation_batch", 0))
-    if text.startswith(_AFTER_THE_END):
+    if where in ledger.ENDS:
         return fit, sys.maxsize, 0, 0
-    evaluated = 0 if text.startswith((_AFTER_THE_STEP, _REPEATED)) else _ALL_EVALUATED
+    evaluated = 0 if where in (ledger.BATCH_END, ledger.VALIDATION_START) else _ALL_EVALUATED
     return fit, epoch, batch, int(line.get("validation_batch", evaluated))

@@ -410,6 +410,7 @@ class EvaluationResume:
         self._report = ResumeReport(
             path=self._saved.path,
             position=str(position),
+            where=position.where,
             epoch=position.epoch,
             batch=position.batch,
             global_step=position.global_step,

@@ -59,6 +59,7 @@ class ResumeReport:
         epoch: The epoch that the fit continues in.
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
+        where: The kind of place, such as ``boundary`` or ``in validation``; empty if it is not known.
         restored: The parts that were restored, exactly but for what `not_exact` and `objects` name.
         num_validated: How many batches of a validation run, or of an evaluation, had been consumed; ``None`` outside.
         not_exact: The parts that do not, each with the reason.
@@ -75,6 +76,7 @@ class ResumeReport:
     batch: int
     global_step: int
     restored: tuple[str, ...]
+    where: str = ""
     num_validated: int | None = None
     not_exact: tuple[str, ...] = ()
     objects: tuple[str, ...] = ()

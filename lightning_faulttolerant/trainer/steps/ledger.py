@@ -243,7 +243,7 @@ class FitLedger:
         is_inside = position.num_validated is not None or (position.is_of_evaluation and not position.is_finished)
         number = {"validation_batch": position.validation_batch} if is_inside else {}
         place = {"epoch": position.epoch, "batch": position.batch} if self._is_fit else {"epoch": 0, "batch": 0}
-        self._write(kinds.AUTOSAVE, **place, **number, text=str(position), path=path)
+        self._write(kinds.AUTOSAVE, **place, **number, where=position.where, text=str(position), path=path)
 
     def end(self) -> None:
         """Write a line for the results of the fit or the evaluation."""
@@ -297,7 +297,7 @@ class FitLedger:
         epoch, batch = (report.epoch, report.batch) if self._is_fit else (0, 0)
         if not self._batch:
             self._place = (epoch, batch)
-        place = {"epoch": epoch, "batch": batch, "text": report.position}
+        place = {"epoch": epoch, "batch": batch, "where": report.where, "text": report.position}
         place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
         self._lines.append(kinds.RESUMED, {**place, **exactness, "path": report.path})

@@ -90,7 +90,8 @@ class Loop:
         self.rng.setstate((version, tuple(numbers), gauss))
         text = f"before batch {self.state['batch']} of epoch {self.state['epoch']}"
         text = f"after the end of the {self.function}" if self.state["finished"] else text
-        self.write("resumed", **self.place, text=text, exact=True, not_exact=[], path=str(self.path))
+        where = "finished" if self.state["finished"] else "boundary"
+        self.write("resumed", **self.place, where=where, text=text, exact=True, not_exact=[], path=str(self.path))
 
     def train(self) -> None:
         """Train one batch."""
@@ -150,8 +151,8 @@ class Loop:
         temporary = self.path.with_suffix(".part")
         temporary.write_text(json.dumps({**self.state, "rng": self.rng.getstate()}))
         temporary.replace(self.path)
-        text = f"after the end of the {self.function}" if self.state["finished"] else "before a batch"
-        self.write("autosave", **self.place, text=text, path=str(self.path))
+        where = "finished" if self.state["finished"] else "boundary"
+        self.write("autosave", **self.place, where=where, path=str(self.path))
 
     def write(self, event: str, **values: Any) -> None:
         """Add a line to the ledger, with the values that `--change` asks for; null leaves the line out."""
