@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import time
 from collections.abc import Sequence
 
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
@@ -14,6 +16,8 @@ from lightning_faulttolerant.trainer.identity.starts import discard_line
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 
 _MAX_REASONS = 3
+_UNITS = (("s", 1, 120), ("min", 60, 7_200), ("h", 3_600, 172_800), ("days", 86_400, float("inf")))
+"""For each unit, its seconds, and how many seconds are told in it at most."""
 
 _package = logging.getLogger("lightning_faulttolerant")
 
@@ -42,5 +46,14 @@ def tell_resumed(report: ResumeReport, notes: Sequence[str] = (), *, is_own: boo
     second = f"\n  {'note' if report.is_exact else 'NOT EXACT'} {'; '.join(reasons[:_MAX_REASONS])}{more}"
     advice = f". To start over instead, type: {discard_line(report.path)}" if is_own else ""
     proof = f": {report.proof}" if str(report.proof) else ""
-    tell(f"{report.title}, from {report.path}{proof}{advice}{second if reasons else ''}")
+    tell(f"{report.title}, from {report.path}{_age_of(report.path)}{proof}{advice}{second if reasons else ''}")
     _package.debug("%s", report)
+
+
+def _age_of(path: str) -> str:
+    try:
+        seconds = max(time.time() - os.path.getmtime(path), 0)
+    except OSError:  # it is a URL
+        return ""
+    unit, size, _ = next(one for one in _UNITS if seconds < one[2])
+    return f" ({seconds // size:.0f} {unit} old)"

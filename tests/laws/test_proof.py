@@ -204,7 +204,7 @@ def test_repeated_batches_are_compared(tmp_path: Path) -> None:
     """The start after a kill says how many batches it repeats, and that they were identical; the next one has none."""
     training = killed(tmp_path)
     stopped = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
-    assert "; proving on 3 batches" in stopped.output, stopped.output
+    assert re.search(r"\.ckpt \(\d+ s old\): .*; proving on 3 batches", stopped.output), stopped.output
     assert "3 repeated batches were identical to those of process 1" in stopped.output
     assert "; no batch to repeat" in training.start(run_id="run").output
 
