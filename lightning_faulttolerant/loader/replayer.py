@@ -79,11 +79,13 @@ class Chain:
         start: The states from which the first iteration began.
         log: Where other code drew from the generators in between, by step.
         runs: The iterations.
+        attributes: The values that other code gave the loader's attributes right before a step, by the step.
     """
 
     start: RandomStates
     log: DrawLog = field(default_factory=DrawLog)
     runs: list[ChainIteration] = field(default_factory=list)
+    attributes: dict[int, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def num_batches(self) -> int:
@@ -132,6 +134,7 @@ class Chain:
         return {
             "start": self.start.state_dict(),
             "log": self.log.until(num_steps).pack(),
+            "attributes": {step: values for step, values in self.attributes.items() if step < num_steps},
             "runs": [[one.num_out, one.has_ended] for one in before] + [[num_last, has_ended]],
             "objects": [dict(one.objects) for one in (*before, run)],
             "first": [dict(one.first) for one in (*before, run)],
@@ -141,7 +144,8 @@ class Chain:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Chain:
         """Return a chain that has drawn nothing yet."""
-        return cls(start=RandomStates(**state["start"]), log=DrawLog(state["log"]))
+        start, log = RandomStates(**state["start"]), DrawLog(state["log"])
+        return cls(start=start, log=log, attributes=dict(state["attributes"]))
 
     def play(
         self,
@@ -151,6 +155,7 @@ class Chain:
         now: Callable[[], Mapping[str, bytes]],
         restore: Callable[[RandomStates], None],
         load_objects: Callable[[Mapping[str, object]], None],
+        attributes: dict[str, object],
     ) -> tuple[Iterator[object], bool]:
         """Draw the batches of `state_dict` again; return the last iterator, and whether the result is the same."""
         noted = self.log.by_batch()
@@ -161,6 +166,7 @@ class Chain:
             if upcoming is not None and upcoming[0] == number:
                 restore(RandomStates.from_states(upcoming[1](now())))
                 upcoming = next(noted, None)
+            attributes.update(self.attributes.get(number, {}))
 
         restore(self.start)
         batches: Iterator[object] = iter(())
@@ -189,6 +195,7 @@ class Chain:
 
 
 _NONE = object()
+_PLAIN = (bool, int, float, str)
 _log = logging.getLogger(__name__)
 
 
@@ -207,6 +214,11 @@ class ReplayedIteration:
         """Return the shortest chain that has a batch to compare after this many batches."""
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
+
+    def note_attributes(self, values: Mapping[str, object]) -> None:
+        """Note what other code has set on the loader right before its next step."""
+        for chain, run in self.places:
+            chain.attributes[run.num_steps] = values
 
     def note_first(self, objects: Mapping[str, object]) -> None:
         """Note the changes on the loader's objects right before the first batch."""
@@ -242,6 +254,8 @@ class Replayer:
         self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self._loads_here = any(not one.num_workers for one in torch_loaders_in(loader).values())
         self._has_thread = False
+        self._attributes: dict[str, object] = getattr(loader, "__dict__", {})
+        self._known: dict[str, object] = {}
         self.iteration: ReplayedIteration | None = None
 
     @contextmanager
@@ -333,6 +347,7 @@ class Replayer:
             now=lambda: self.moment().states(),
             restore=self._restore,
             load_objects=self._load,
+            attributes=self._attributes,
         )
         if not is_same:
             self._differs(num_batches, chain.num_batches)
@@ -367,6 +382,12 @@ class Replayer:
         for line in self.objects.load_state_dict(objects):
             self._exactness.refuse(f"{self._name} continues without {line}")
 
+    def note_attributes(self) -> dict[str, object]:
+        """Note the plain attributes of the loader. Return those that are others than at the last call."""
+        before, now = self._known, {name: one for name, one in self._attributes.items() if type(one) in _PLAIN}
+        self._known = now
+        return {name: one for name, one in now.items() if name in before and before[name] != one}
+
     def objects_at_start(self) -> dict[str, object]:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""
         return self.objects.at_start()
@@ -386,8 +407,11 @@ class ReplayedBatches(Iterator[object]):
 
     def __next__(self) -> object:
         is_first = not self._iteration.num_out
+        changed = self._replayer.note_attributes()
         if is_first:
             self._iteration.note_first(self._replayer.objects_at_start())
+        elif changed:
+            self._iteration.note_attributes(changed)
         before = self._replayer.moment()
         try:
             with self._replayer.noting_threads() if is_first else nullcontext():
@@ -396,6 +420,7 @@ class ReplayedBatches(Iterator[object]):
             self._iteration.note_end(before, self._replayer.moment())
             raise
         after = self._replayer.moment()
+        self._replayer.note_attributes()
         self._replayer.check_thread(before, after, is_first=is_first)
         self._iteration.note(batch, before, after)
         return batch
