@@ -279,9 +279,9 @@ class _WorkerStates:
     def begin(self, state: WorkerState | None) -> None:
         """Continue from `state`, and leave the state at the start."""
         if state is not None:
-            self._resume(state)
             if self._has_state:
                 _dataset().load_state_dict(state["dataset"])
+            self._resume(state)
         if self._iterable is not None:
             plan = None if state is None else state.get("iterable")
             self._iterable.begin_in_worker(plan, self, self._exactness)
@@ -324,6 +324,10 @@ class _WorkerStates:
         self._owed = state.get("objects", {})
         for line in self._objects.load_state_dict(self._owed):
             self._exactness.refuse(f"A worker continues without {line}")
+        now = {**rng_state(), **self._generators.held.state_dict()}
+        others = [name for name, one in {**state["rng"], **state["held"]}.items() if now.get(name, one) != one]
+        if others:
+            self._exactness.refuse(f"A worker can't continue exactly: read again after the restore, {others[0]} differs")
 
     def _leave(self) -> None:
         dataset, objects = _dataset() if self._has_state else None, self._objects.state_dict()

@@ -300,7 +300,7 @@ class StatefulSampler(Sampler[int]):
 
 
 class CountingDataset(NoisyDataset):
-    """Adds to each sample the number of samples drawn before it; that number is its state."""
+    """Adds to each sample the number of samples drawn before it; that number is its state. To load it, it draws."""
 
     drawn = 0
 
@@ -313,6 +313,7 @@ class CountingDataset(NoisyDataset):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.drawn = state["drawn"]
+        torch.rand(3)
 
 
 def counted() -> DataLoader[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from tests.laws.data_sets import (
+    CountingDataset,
     DrawingSampler,
     HoldingDataset,
     LazyDataset,
@@ -42,6 +43,7 @@ carried("iter that unpacks", lambda: UnpackingLoader(NoisyDataset(24), batch_siz
 carried("iter that maps", lambda: MappingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
 carried("no length", lambda: Unsized(NoisyDataset(24), batch_size=4, sampler=DrawingSampler(24)), apart="ahead")
 carried("counting data set and sampler with states", counted, apart="counts", ranks=False, part="objects")
+carried("counting data set in workers", lambda: DataLoader(CountingDataset(), 4, shuffle=True, num_workers=2))
 
 
 @row("train", part="loaders", shows="content")
