@@ -327,7 +327,9 @@ class _WorkerStates:
         now = {**rng_state(), **self._generators.held.state_dict()}
         others = [name for name, one in {**state["rng"], **state["held"]}.items() if now.get(name, one) != one]
         if others:
-            self._exactness.refuse(f"A worker can't continue exactly: read again after the restore, {others[0]} differs")
+            self._exactness.refuse(
+                f"A worker can't continue exactly: read again after the restore, {others[0]} differs"
+            )
 
     def _leave(self) -> None:
         dataset, objects = _dataset() if self._has_state else None, self._objects.state_dict()

@@ -177,7 +177,7 @@ class Objects:
         """Whether autosaves may hold objects as bytes that only their library can read."""
         self._sanity_check = _SanityCheck()
         owners = {"module": trainer.lightning_module, "datamodule": compat.datamodule(trainer)}
-        self.splits = Splits({} if manual else {**loaders_by_place(trainer), **owners})
+        self.splits = Splits(None if manual else {**loaders_by_place(trainer), **owners})
         """The parts of splits, as they were before training."""
         self.reloads = Reloads(
             trainer,

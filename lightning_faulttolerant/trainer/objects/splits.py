@@ -80,10 +80,13 @@ class Splits:
     """Keeps the indices of all parts, and restores them in later starts.
 
     Args:
-        roots: The objects that training reaches, by name.
+        roots: The objects that training reaches, by name; ``None`` to leave all parts alone.
     """
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
+    def __init__(self, roots: Mapping[str, object] | None) -> None:
+        self._parts: list[_Part] = []
+        if roots is None:
+            return
         reached = walk(deque(((("item", name),), root) for name, root in roots.items()))
         paths = {id(value): path_name(path) for path, value in reached if issubclass(type(value), _CLASSES)}
         found = [_part(owner, paths.get(id(owner), "")) for owner in _living()]

@@ -25,13 +25,13 @@ def start(seed: int, sizes: list[int], *names: str) -> tuple[list[Subset[Any]], 
     return parts, Splits(dict(zip(names, parts, strict=False)))
 
 
-def put_back(sizes: list[int], *names: str) -> tuple[list[Any], list[Any], Any]:
+def put_back(sizes: list[int], *names: str, manual: bool = False) -> tuple[list[Any], list[Any], Any]:
     """Draw other splits in two starts; return the parts of the first one, and what a resume makes of the second one."""
     parts, splits = start(1, sizes, *names)
     first, state = [list(part.indices) for part in parts], splits.state_dict()
     del parts, splits  # of another process
     parts, splits = start(2, sizes, *names)
-    outcome = splits.put_back(state)
+    outcome = (Splits(None) if manual else splits).put_back(state)
     return first, [part.indices for part in parts], outcome
 
 
@@ -42,6 +42,13 @@ def test_all_parts_are_restored_together() -> None:
     parts = ("train", "validation", "Subset of Names [72] with 5 indices")
     assert notes == [f"{part}: restored to what the first start drew" for part in parts]
     assert differences == []
+
+
+def test_manual_mode_leaves_parts_alone() -> None:
+    """Without roots, no part is restored, and none is reported."""
+    first, now, outcome = put_back([60, 7, 5], manual=True)
+    assert now != first
+    assert outcome == ([], [])
 
 
 def test_equal_parts_are_left_alone() -> None:
