@@ -31,7 +31,7 @@
         └── AdvancedTooFarError         more samples were counted than the epoch has
 
     TrainingStopped (SystemExit)    a signal or a deadline ended the run; saved, unless the message says otherwise
-    └── NotRepeatedError            a batch that was trained before is another one now
+    └── NotRepeatedError            a batch that has run before is another one now
 
 ``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is created.
 
@@ -178,7 +178,7 @@ class TrainingStopped(SystemExit):
 
 
 class NotRepeatedError(TrainingStopped):
-    """A batch that an earlier process has trained, too, is another one now. The exit code is 77; nothing is saved."""
+    """A batch that an earlier process has run, too, is another one now. The exit code is 77; nothing is saved."""
 
 
 OPTIONS_VARIABLE = "PL_FAULT_TOLERANT_OPTIONS"

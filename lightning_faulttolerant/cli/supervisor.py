@@ -40,7 +40,7 @@ STOP_CODES = {
     74: "stopped, but its state could not be saved",
     75: "stopped by its deadline",
     76: "stopped, and its SLURM job is queued again",
-    77: "stopped, because it does not repeat exactly what it has trained before",
+    77: "stopped, because it does not repeat exactly what it did before",
     129: "stopped by SIGHUP",
     130: "stopped by SIGINT",
     131: "stopped by SIGQUIT",

@@ -386,7 +386,7 @@ class Replayer:
         """Note the plain attributes of the loader. Return those that are others than at the last call."""
         before, now = self._known, {name: one for name, one in self._attributes.items() if type(one) in _PLAIN}
         self._known = now
-        return {name: one for name, one in now.items() if name in before and before[name] != one}
+        return {name: one for name, one in now.items() if name not in before or before[name] != one}
 
     def objects_at_start(self) -> dict[str, object]:
         """Return the changes on the loader's objects, and on everything that a new iteration may read."""

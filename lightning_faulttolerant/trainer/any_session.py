@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_faulttolerant.errors import NotExactError, NotRepeatedError, TrainingStopped
 from lightning_faulttolerant.loader.exactness import Exactness
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.supervision.heartbeats import END_OF_EPOCH, SETUP
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.boundary import Boundary
@@ -29,12 +30,15 @@ from lightning_faulttolerant.trainer.patches import Method, Patches, then
 from lightning_faulttolerant.trainer.position import BOUNDARY, TrainerPosition, function_of, position_of
 from lightning_faulttolerant.trainer.process import is_manual
 from lightning_faulttolerant.trainer.ranks.strategies import apart_from_earlier_ranks
+from lightning_faulttolerant.trainer.resume.proof import Proving
+from lightning_faulttolerant.trainer.resume.repeating import edited, repetition_of
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.beginning import Beginning
 from lightning_faulttolerant.trainer.save.autosave import Autosaver
 from lightning_faulttolerant.trainer.sections import Supervision
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.signals import say_unsaved
+from lightning_faulttolerant.trainer.steps.repetition import Repetition
 from lightning_faulttolerant.trainer.steps.replay import replay_of, without_saves
 from lightning_faulttolerant.trainer.stopping import Stopping
 
@@ -56,8 +60,6 @@ def end_interrupted(
         beginning: Knows what the fit started from, and where it saves.
     """
     autosaver.settle()
-    if isinstance(exception, NotRepeatedError):
-        return
     position = position_of(trainer, BOUNDARY)
     has_trained = position.epoch or position.batch
     if isinstance(exception, NotExactError) and beginning.source is None and not has_trained:
@@ -72,6 +74,8 @@ def end_interrupted(
 
 def tell_stopped(exception: TrainingStopped, saved: TrainerPosition | None, beginning: Beginning) -> None:
     """Print what is saved of a stopped run, what to type, and where its files are."""
+    if isinstance(exception, NotRepeatedError):  # the rank that found it has said what to type
+        return
     start, directory = start_of_process(sys.argv, os.environ), beginning.place.directory
     # Somebody typed the command of a launcher or of a job, not that of this process.
     is_unknown = start.is_one_of_many or not os.environ.keys().isdisjoint({"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"})
@@ -136,6 +140,7 @@ class AnySession(ABC):
         self._beginning = Beginning(trainer, given, self._files, function=function_of(trainer))
         self._notes_fetches = False
         """Whether the fetches of the evaluation in progress are noted."""
+        self._repetition: Repetition | None = None
         self.is_open = self._has_finished = False
         self.listeners = Listeners(saved=[self._supervision.saved])
 
@@ -220,11 +225,43 @@ class AnySession(ABC):
             closing.callback(self._supervision.close)  # or what the script does next would count as a hang
             closing.callback(self._beginning.close)
             closing.callback(self._close_own)
+            if self._repetition is not None:
+                closing.callback(self._repetition.close, is_finished=self._has_finished)
             closing.callback(self._files.put_back)
             closing.callback(self.loaders.put_back)
             closing.callback(self.loaders.release_workers)
             closing.callback(self.stopping.close)
             closing.callback(self._patches.undo)  # they wrap those of `Stopping`
+
+    def _note_batches(self, proving: Proving | None, *, is_on: Callable[[], bool] = lambda: True) -> list[str]:
+        """Note each batch from now on, and compare those that an earlier process has run, too.
+
+        Returns:
+            What an earlier process was without: source files that have changed since.
+
+        Args:
+            proving: Takes what is repeated, if an earlier process of the run is continued.
+            is_on: Says whether the run itself is in progress, and not a finder in the middle of it.
+        """
+        if self._replay is None and DRILL_VARIABLE not in os.environ:  # a drill compares its ledgers
+            place, patches = self._beginning.place, self._patches
+            self._repetition = repetition_of(
+                self.trainer,
+                self.loaders,
+                place,
+                proving,
+                self.stopping,
+                patches,
+                life=self._files.mark,
+                is_on=is_on,
+            )
+        return [] if self._repetition is None else edited(self._repetition)
+
+    def _refuse_other_batches(self) -> None:
+        """Stop before a save if a rank has found that a repeated batch is another one; a collective."""
+        if self._repetition is not None:
+            self._repetition.read_arrived()
+        self.stopping.stop_if_refused()
 
     def _begin_fetch(self) -> None:
         """Note that the evaluation in progress fetches a batch."""

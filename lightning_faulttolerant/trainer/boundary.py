@@ -169,6 +169,7 @@ class Boundary:
         )  # one may have been requested during the save
 
     def _stop_here(self, position: TrainerPosition) -> NoReturn:
+        self._stopping.stop_if_refused()
         reason = self._stopping.reason
         place = str(position)
         self._pace.is_ending = True
@@ -250,8 +251,8 @@ class Boundary:
             return
         batch = num_evaluated(self._trainer)
         if self._common is None:
-            self._common = CommonPace(self._ranks)
-            self._common.begin(batch, num_batches_of(compat.validation_loop(self._trainer)))
+            num_batches = num_batches_of(compat.validation_loop(self._trainer))
+            self._common = CommonPace(self._ranks, batch, num_batches)
         if not self._common.is_here(batch):
             return
         is_due = self._ranks.rank == 0 and self._budget.now() >= self._pace.due_at and self._autosaver.is_due()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -14,7 +13,6 @@ from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
-from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
 from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.supervision.heartbeats import FIRST_BATCH, SAVE, TEARDOWN, TRAINING_BATCH
 from lightning_faulttolerant.trainer import compat
@@ -26,7 +24,6 @@ from lightning_faulttolerant.trainer.objects.objects import RELOADS
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
 from lightning_faulttolerant.trainer.ranks.strategies import BUCKETS, Buckets
-from lightning_faulttolerant.trainer.resume.repeating import Repeating
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.resume.restoring import Restoring, write_atomically
 from lightning_faulttolerant.trainer.resume.resume import Resume
@@ -60,7 +57,6 @@ class Session(AnySession):
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
         self._recorder: StepRecorder | None = None
-        self._repeating: Repeating | None = None
         self._training: Training | None = None
         """The fit itself, once it begins: a finder's own fit has none."""
 
@@ -126,8 +122,6 @@ class Session(AnySession):
             tell_stopped(exception, None, self._beginning)
 
     def _close_own(self) -> None:
-        if self._repeating is not None:
-            self._repeating.close(is_finished=self._has_finished)
         if self._training is not None:
             self._training.close()
         if self._resume is not None:
@@ -209,15 +203,10 @@ class Session(AnySession):
             supervision=self._supervision,
         )
         self._training.skipped = skipped
-        if self._replay is None and DRILL_VARIABLE not in os.environ:  # a drill compares its ledgers
-            self._repeating = Repeating(
-                self.trainer,
-                self.loaders,
-                self._beginning,
-                self._resume,
-                is_on=lambda: self._training is not None,
-            )
-            self._repeating.take_seams(self._patches)
+        proving = self._resume.proving if self._resume is not None and self._resume.is_of_run else None
+        edited = self._note_batches(proving, is_on=lambda: self._training is not None)
+        if self._resume is not None:
+            self._resume.show(edited)
         self._recorder = None if self._options.rule is None else self._make_recorder(self._training, self._options.rule)
         if self._replay is not None:
             self._replay.begin(self.loaders, self._beginning.ranks)
@@ -255,7 +244,9 @@ class Session(AnySession):
         )
         autosaver.around = AroundSaves(
             is_saved_before=self._restoring.is_saved if self._replay is None else lambda position: True,
+            is_held=lambda: self._resume is not None and self._resume.proving.holds_saves(),
             before_save=partial(self._supervision.in_section, SAVE),
+            refuse=self._refuse_other_batches,
             on_saved=self.listeners.saved,
         )
         return autosaver

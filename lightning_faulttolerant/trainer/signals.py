@@ -31,6 +31,8 @@ REQUEUED_EXIT_CODE = 76
 """The exit code of a run that was saved, with its SLURM job queued again."""
 UNSAVED_EXIT_CODE = 74
 """The exit code of a stopped run that could not write its state: sysexits' "input/output error"."""
+NOT_REPEATED_EXIT_CODE = 77
+"""The exit code of a run that does not repeat exactly what it did before: sysexits' "permission denied"."""
 
 _STUCK_FETCH_SECONDS = 1.0
 _FETCH = "waited for a batch from a worker"

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import NotRepeatedError, TrainingStopped
 from lightning_faulttolerant.processes import call_at_end
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.patches import Method, Patches
@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.ranks.watch import Watch
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.signals import (
     DEADLINE_EXIT_CODE,
+    NOT_REPEATED_EXIT_CODE,
     REQUEUED_EXIT_CODE,
     Deadline,
     StopReason,
@@ -201,6 +202,8 @@ class Stopping:
         self.agreement: Agreement = SoleRank(self.signals)
         self.is_too_late = False
         """Whether the run stops with no time left for a save."""
+        self._refusal: str | None = None
+        """Why nothing may be saved: what this rank does not repeat as it was before."""
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
         self._patches = Patches()
@@ -315,8 +318,7 @@ class Stopping:
 
     def all_can(self, can: bool) -> bool:
         """Return whether all ranks can; a collective."""
-        answers = self._ranks.to_first("who can", can)
-        return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
+        return all(self._ranks.to_all("who can", can))
 
     def stop_if_wanted(self, where: str, unsaved: str = "") -> None:
         """Stop all ranks here if one of them was asked to stop; a collective.
@@ -329,13 +331,31 @@ class Stopping:
             TrainingStopped: If a rank was asked to stop.
         """
         own = self.signals.requested
-        wishes = self._ranks.to_first("a wish to stop", own and own.to_text())
-        text = self._ranks.from_first("the stop", next((text for text in wishes or () if text), None))
+        wishes = self._ranks.to_all("a wish to stop", own and own.to_text())
+        text = next(filter(None, wishes), None)
         if text is not None:
             self._agreed = text
             self.signals.note(StopReason.from_text(text))
             self.end_together()
             raise stopped_by(StopReason.from_text(text), where, unsaved)
+
+    def refuse(self, reason: str) -> None:
+        """Stop all ranks at the next boundary, because this one does not repeat what it did before."""
+        self._refusal = reason
+        self.signals.note(StopReason(name="a batch that is not repeated", exit_code=NOT_REPEATED_EXIT_CODE))
+
+    def stop_if_refused(self) -> None:
+        """Stop all ranks here, without a save, if one of them does not repeat what it did before; a collective.
+
+        Raises:
+            NotRepeatedError: If one does not.
+        """
+        for rank, reason in enumerate(self._ranks.to_all("what is not repeated", self._refusal)):
+            if reason is not None:
+                if self._refusal is None:
+                    _log.error("This rank stops, because rank %d does not repeat exactly what it did before.", rank)
+                self.end_together()
+                raise NotRepeatedError(NOT_REPEATED_EXIT_CODE, reason)
 
     def before_sanity_batch(self) -> None:
         """Stop here if a rank was asked to stop. There is nothing to save in the sanity check.

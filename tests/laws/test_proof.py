@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import os
 import random
 import re
 import signal
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
+from lightning_faulttolerant.trainer.save.run_state import PARTS, Part
 from tests.laws.cuts import Cut
+from tests.laws.events import Event
+from tests.laws.ranks import rank_here
 from tests.laws.rows import Group, Net, Row, all_rows
-from tests.laws.runs import Training
+from tests.laws.runs import Training, whole_run
 
 CUT = Cut(at=(1, 3))
 Break = Callable[[], object]
@@ -45,16 +56,19 @@ class Table:
 
 
 class Full(Net):
-    """Has a metric, an object with a state, a generator, two schedulers, and an open accumulation window."""
+    """Needs each part of the state: metrics, generators, objects, flags, buffers, gradients of an open window."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
         self.table = Table()
         self.rng = random.Random(3)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
 
     def loss(self, batch: Tensor) -> Tensor:
-        loss = super().loss(batch) * self.rng.uniform(0.9, 1.1)
+        self.scale += 0.1
+        self.layers[0].bias.requires_grad_(self.global_step < 2)
+        loss = super().loss(batch) * self.scale * self.rng.uniform(0.9, 1.1)
         self.mean.update(loss.detach())
         self.table.num_losses += 1
         return loss
@@ -66,13 +80,14 @@ class Full(Net):
 
 
 class Keeps(Callback):
-    """Counts batches, and the seconds of this process, in its state."""
+    """Counts batches, and the seconds of this process, in its state; its metric is not there."""
 
     def __init__(self) -> None:
-        self.num_batches, self.began = 0, time.monotonic()
+        self.num_batches, self.began, self.mean = 0, time.monotonic(), MeanMetric()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.num_batches += 1
+        self.mean.update(self.num_batches)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_batches": self.num_batches, "seconds": time.monotonic() - self.began, "pid": str(os.getpid())}
@@ -120,11 +135,6 @@ def of_optimizer(change: Callable[[torch.optim.Optimizer, dict[str, Tensor]], ob
     return after(torch.optim.Optimizer, "load_state_dict", lambda one, _: change(one, next(iter(one.state.values()))))
 
 
-def lose_mean(metric: MeanMetric, *_: Any) -> None:
-    """Let a metric have another mean."""
-    vars(metric).update(mean_value=torch.tensor(7.0))
-
-
 BREAKS: dict[str, tuple[Break, str]] = {
     "a weight": (after(LightningModule, "load_state_dict", zero_first), r"weights.layers.0.weight: .*, a float32 "),
     "optimizer": (lost(torch.optim.Optimizer, "load_state_dict"), r"optimizers.0.state.0.exp_avg: .*, nothing now"),
@@ -134,11 +144,7 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "scheduler": (lost(LRScheduler, "load_state_dict"), r"schedulers.0.last_epoch: \d when it was saved, 0 now"),
     "plateau": (lost(ReduceLROnPlateau, "load_state_dict"), r"schedulers.1.best: [\d.]+ when it was saved, inf now"),
     "callback": (lost(EarlyStopping, "load_state_dict"), r"callbacks.EarlyStopping.*.best_score: "),
-    "Python's generator": (lost(random, "setstate"), r"rng.python: 2509 bytes when it was saved"),
-    "NumPy's generator": (lost(np.random, "set_state"), r"rng.numpy: \d+ bytes when it was saved"),
-    "a generator": (lost(random.Random, "setstate"), r"held.objects.module.rng: "),
-    "a metric": (after(MeanMetric, "__setattr__", lose_mean), r"metrics.mean"),
-    "an object": (lost(Table, "load_state_dict"), r"objects.module.table"),
+    "loops": (lost(_FitLoop, "load_state_dict"), r"loops.epoch_loop.batch_progress.*: \d+ when"),
 }
 
 
@@ -157,94 +163,445 @@ def test_broken_restore_is_refused(name: str, tmp_path: Path) -> None:
     assert re.search(expected, accepted), accepted
 
 
-CLOCK = [0.0]
-"""What a process sees outside of the run: a file of the data, the clock, a new version of a function."""
+READ_BACK = [one for one in PARTS if one.read and one.load and one.is_read_back and one.name != "weights"]
+
+
+@pytest.mark.parametrize("part", READ_BACK, ids=lambda part: part.name)
+def test_part_that_is_not_restored_is_named(part: Part, tmp_path: Path) -> None:
+    """The start that resumes without a part names a value of it."""
+    training = Training(group=Group(rows=(ROW,)), root=tmp_path)
+    training.start(Cut(at=(1, 2), by=signal.SIGTERM), run_id="run")
+    training.before = lambda: object.__setattr__(part, "load", lambda *_: [])
+    refused = training.start(run_id="run")
+    assert refused.codes == [1], refused.output
+    assert f"  - {part.name}." in refused.output
+
+
+# Data, code, and arithmetic that are others than before a kill.
+
+PLACES: set[str] = set()
+"""What is another one in this process."""
+
+
+def see(*places: str) -> Break:
+    """Return what makes these others."""
+    return lambda: PLACES.update(places)
 
 
 class Outside(Dataset[Tensor]):
-    """Samples that depend on something outside of the run."""
+    """Samples that depend on something outside of the run: a file, or the clock."""
 
     def __len__(self) -> int:
-        return 24
+        return 28 if "length" in PLACES else 24
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.full((4,), float(index)) + (CLOCK[0] if "data" in PLACES else 0.0)
+        path, row = Path(f"{index}.txt"), float(index ^ 16 if "rows" in PLACES else index)
+        row += int.from_bytes(os.urandom(2), "big") if "clock" in PLACES else 0
+        return torch.full((4,), float(path.read_text()) if path.exists() else row)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples in order."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((4,), float(index)) for index in range(28 if "long" in PLACES else 24))
 
 
 class Order(Sampler[int]):
-    """An order that depends on something outside of the run, from the seventeenth index on."""
+    """An order that depends on something outside of the run, from the ninth or the seventeenth index on."""
 
     def __len__(self) -> int:
         return 24
 
     def __iter__(self) -> Iterator[int]:
-        return iter([*range(16), *(reversed(range(16, 24)) if "order" in PLACES else range(16, 24))])
+        first = 8 if "seed" in PLACES else 16 if "order" in PLACES else 24
+        return iter([*range(first), *reversed(range(first, 24))])
+
+
+def collated(batch: list[Tensor]) -> Tensor:
+    """Return the rows in their order, or not."""
+    return torch.stack(batch[::-1] if "collate" in PLACES else batch)
+
+
+def shuffled(**arguments: Any) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader."""
+    return lambda: DataLoader(
+        Outside(), 4, **{"sampler": Order(), "drop_last": "drop" in PLACES, "collate_fn": collated, **arguments}
+    )
 
 
 class Edited(Net):
-    """Has a loss that depends on something outside of the run."""
+    """Has a loss and gradients that depend on something outside of the run, and says what time it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16 if "dtype" in PLACES else None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("seconds", time.time())
+        seconds = torch.tensor(time.time(), dtype=torch.float64)
+        return {"loss": super().training_step(batch, batch_idx), "seconds": seconds}
 
     def loss(self, batch: Tensor) -> Tensor:
-        return super().loss(batch) + (CLOCK[0] if "loss" in PLACES else 0.0)
+        noise = 1e-6 * os.urandom(1)[0] if "noise" in PLACES else 0.0
+        return super().loss(batch) * float(os.environ.get("SCALE", "1")) + noise + (1.0 if "loss" in PLACES else 0.0)
+
+    def on_after_backward(self) -> None:
+        for one in self.parameters() if "gradients" in PLACES else ():
+            one.grad += 1e-3 * os.urandom(1)[0]
+
+    def on_train_start(self) -> None:
+        self.layers[2].p = 0.9 if "dropout" in PLACES else 0.3
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if "draws" in PLACES:
+            torch.rand(1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        factor = 2.0 if "schedule" in PLACES else 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor * (step + 1))
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-PLACES: set[str] = set()
-SHUFFLED = Row(name="outside", module=Edited, train=lambda: DataLoader(Outside(), 4, sampler=Order()))
+class Manual(Edited):
+    """Returns nothing from its step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+SHUFFLED = Row(name="outside", module=Edited, train=shuffled())
+WORKERS = Row(name="workers", train=lambda: shuffled(num_workers=1 if "workers" in PLACES else 2)())
+MANUAL = Row(name="manual", module=Manual)
+SPLIT = Row(name="split", train=lambda: DataLoader(Subset(Outside(), torch.randperm(24)[:20].tolist()), 4))
+SCALER = {"plugins": MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=16.0, growth_interval=2))}
+SCALED = Row(name="scaled", trainer=SCALER)
+STREAM = Row(name="stream", train=lambda: DataLoader(Stream(), 4))
 KILLED = Cut(at=(1, 1), every=4)
 
 
-def killed(root: Path) -> Training:
-    """Return a training that was killed three batches after an autosave."""
-    training = Training(group=Group(rows=(SHUFFLED,)), root=root)
-    assert training.start(KILLED, run_id="run").codes == [KILLED.exit_code]
+class Evaluated(Edited):
+    """Has the same weights in each process: an evaluation with other weights would be another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for one in self.parameters():
+            nn.init.constant_(one, 0.1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    test_step = predict_step = validation_step
+
+
+EVALUATED = Row(
+    name="evaluated",
+    module=Evaluated,
+    train=shuffled(),
+    validation=lambda: DataLoader(Outside(), 3, sampler=Order()),
+)
+STOPPED, CAUGHT = (Cut(at=(0, 0), hook="validation", inside=(0, batch), by=signal.SIGTERM) for batch in (1, 6))
+AT_END = replace(CAUGHT, hook="validation end")
+RARELY = {"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
+EVALUATION = (RARELY, [STOPPED, replace(CAUGHT, by=signal.SIGKILL)], CAUGHT)
+KILLS: dict[str, tuple[dict[str, Any], list[Cut], Cut]] = {
+    "fit": ({}, [KILLED], Cut(at=(1, 3), by=signal.SIGTERM)),
+    **dict.fromkeys(("fit in validation", "validate", "predict"), EVALUATION),
+    "test": (RARELY, [STOPPED, replace(AT_END, by=signal.SIGKILL)], AT_END),
+}
+"""The options, how the processes end of which the last one was killed, and how the one ends that repeats."""
+
+
+def killed(root: Path, row: Row = SHUFFLED, name: str = "fit") -> Training:
+    """Return a training that was killed some batches after an autosave."""
+    options, cuts, _ = KILLS[name]
+    training = Training(group=Group(rows=(replace(row, options=options),)), root=root, stage=name.partition(" ")[0])
+    for cut in cuts:
+        assert training.start(cut, run_id="run").codes == [cut.exit_code], training.starts[-1].output
     return training
 
 
-def test_repeated_batches_are_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KILLS)
+def test_repeated_batches_are_compared(name: str, tmp_path: Path) -> None:
     """The start after a kill says how many batches it repeats, and that they were identical; the next one has none."""
-    training = killed(tmp_path)
-    stopped = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
-    assert re.search(r"\.ckpt \(\d+ s old\): .*; proving on 3 batches", stopped.output), stopped.output
-    assert "3 repeated batches were identical to those of process 1" in stopped.output
-    assert "; no batch to repeat" in training.start(run_id="run").output
+    training = killed(tmp_path, EVALUATED, name)
+    num, process = {"fit": (11, 1), "test": (6, 2)}.get(name, (4, 2))  # 11 with a validation run
+    stopped = training.start(KILLS[name][2], run_id="run")
+    assert re.search(rf"\.ckpt \(\d+ s old\): .*; proving on {num} batches", stopped.output), stopped.output
+    assert f"{num} repeated batches were identical to those of process {process}" in stopped.output, stopped.output
+    assert "; no batch to compare" in training.start(run_id="run").output
 
 
-@pytest.mark.parametrize(("place", "kind"), [("order", "order"), ("data", "content"), ("loss", "output")])
-def test_other_batch_stops_the_run(place: str, kind: str, tmp_path: Path) -> None:
-    """A batch or a loss that is another one than before the kill ends the run with 77, until that is accepted."""
-    training = killed(tmp_path)
-
-    def changes() -> None:
-        PLACES.add(place)
-        CLOCK[0] = 1.0
-
-    training.before = changes
+@pytest.mark.parametrize(
+    ("name", "place", "kind", "where"),
+    [
+        ("fit", "order", "order", "batch 4 of epoch 0"),
+        ("fit", "rows", "content", "batch 4 of epoch 0"),
+        ("fit", "loss", "output", "batch 4 of epoch 0"),
+        ("fit in validation", "loss", "output", "batch 2 of the validation run after batch 6 of epoch 0"),
+        ("validate", "loss", "output", "batch 2 of validate"),
+        ("test", "order", "order", "batch 5 of test"),
+        ("predict", "rows", "content", "batch 2 of predict"),
+    ],
+)
+def test_other_batch_stops_the_run(name: str, place: str, kind: str, where: str, tmp_path: Path) -> None:
+    """A batch or a result that is another one than before the kill ends the run with 77, until that is accepted."""
+    training = killed(tmp_path, EVALUATED, name)
+    training.before = see(place)
+    process = len(training.starts)
     for _ in range(2):  # it has saved nothing, and compares again
         stopped = training.start(run_id="run")
         assert stopped.codes == [77], stopped.output
-        assert re.search(
-            rf"repeated\.{kind}: batch 4 of epoch 0 .* than in process 1: \w+ then, \w+ now", stopped.output
-        )
+        assert re.search(rf"repeated\.{kind}: {where} .* than in process {process}: \w+ then, \w+ now", stopped.output)
         assert f"--accept repeated.{kind} -- " in stopped.output
-    training.before = lambda: (changes(), os.environ.update(PL_FAULT_TOLERANT_ACCEPT="repeated"))
-    accepted = training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
+    training.before = lambda: (see(place)(), os.environ.update(PL_FAULT_TOLERANT_ACCEPT="repeated"))
+    accepted = training.start(KILLS[name][2], run_id="run")
     assert "NOT EXACT since the resume: repeated" in accepted.output, accepted.output
-    assert "NOT EXACT since it resumed before batch 4 of epoch 0: repeated" in training.start(run_id="run").output
+    assert re.search(r"NOT EXACT since it resumed before batch . of .*: repeated", training.start(run_id="run").output)
 
 
-def test_other_result_of_other_threads_is_a_warning(tmp_path: Path) -> None:
-    """With another number of threads, sums may differ in their last bits: that is named, and the run continues."""
-    training = killed(tmp_path)
+OTHERS: dict[str, tuple[Row, Break, str]] = {
+    "augmented by the clock": (SHUFFLED, see("clock"), "repeated.content"),
+    "augmented by the clock in workers": (WORKERS, see("clock"), "repeated.content"),
+    "file of the data or of a cache": (SHUFFLED, lambda: Path("17.txt").write_text("0.5"), "repeated.content"),
+    "collate_fn": (SHUFFLED, see("collate"), "repeated.content"),
+    "variable of the environment": (SHUFFLED, lambda: os.environ.update(SCALE="1.5"), "repeated.output"),
+    "noise in a kernel": (SHUFFLED, see("noise"), "repeated.output"),
+    "noise in gradients": (SHUFFLED, see("gradients"), "repeated.output: batch 5"),
+    "setting of a layer": (SHUFFLED, see("dropout"), "repeated.output"),
+    "draw": (SHUFFLED, see("draws"), "repeated.output"),
+    "function of a scheduler": (SHUFFLED, see("schedule"), "repeated.output"),
+    "loss of a manual step": (MANUAL, lambda: os.environ.update(SCALE="1.5"), "repeated.output"),
+    "noise in a manual step": (MANUAL, see("gradients"), "repeated.output"),
+    "more samples in a stream": (STREAM, see("long"), "repeated.place: batch 6 of epoch 0 .*: batch 0 of epoch 1 then"),
+    "order of a sampler": (SHUFFLED, see("seed"), "yields other indices than before batch 4"),
+    "more rows": (SHUFFLED, see("length"), r"dataset.length: 24 when it was saved, 28 now"),
+    "drop_last": (SHUFFLED, see("drop"), "drop_last: False when it was saved, True now"),
+    "split without a seed": (SPLIT, see(), r"dataset.indices: '\[20\] crc .{8}' when (.*\n)*.*Call seed_everything"),
+    "scaler": (SCALED, lost(GradScaler, "load_state_dict"), "precision.scale: 64.0 when it was saved, 16.0 now"),
+    "fewer workers": (WORKERS, see("workers"), "num_workers: 2 when it was saved, 1 now"),
+    "type of weights": (SHUFFLED, see("dtype"), "a float32 tensor of shape .*, a bfloat16 tensor of shape .* now"),
+}
+"""What is another one after a kill, and what the refusal says."""
 
-    def changes() -> None:
-        torch.set_num_threads(torch.get_num_threads() + 1)
-        PLACES.add("loss")
-        CLOCK[0] = 1.0
 
-    training.before = changes
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_run_is_refused(name: str, tmp_path: Path) -> None:
+    """Data, code, or arithmetic that is not as before the kill ends the start, by name, before it saves anything."""
+    row, change, expected = OTHERS[name]
+    training = killed(tmp_path, row)
+    before = sorted(tmp_path.rglob("autosave-*"))
+    training.before = change
+    start = training.start(run_id="run")
+    assert start.codes == [77 if expected.startswith("repeated") else 1], start.output
+    assert re.search(expected, start.output), start.output
+    assert sorted(tmp_path.rglob("autosave-*")) == before
+
+
+class Averages(Callback):
+    """Keeps an average of a weight."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros(8, 4)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        self.average = 0.9 * self.average + 0.1 * module.layers[0].weight.detach()
+        module.log("average", self.average.sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "callback" not in PLACES:
+            self.average = state_dict["average"]
+
+
+def round_off(checkpoint: dict[str, Any]) -> None:
+    """Round the states of optimizers, callbacks, and schedulers in a checkpoint."""
+    for state in checkpoint["optimizer_states"][0]["state"].values():
+        state.update({name: one.bfloat16().float() for name, one in state.items()})
+    for state in checkpoint["callbacks"].values():
+        state.update({name: one.bfloat16().float() for name, one in state.items() if isinstance(one, Tensor)})
+    checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+
+
+class Rounds(Edited):
+    """Has hooks that change what is saved or loaded, and parameters in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def setup(self, stage: str) -> None:
+        self.scale.fill_(7.0 if "setup" in PLACES else 1.0)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.scale += 0.1
+        return super().loss(self.scale * batch + self.twins[0](batch).tanh() - 2 * self.twins[1](batch).tanh())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        round_off(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "load" in PLACES:
+            round_off(checkpoint)
+
+    def on_train_start(self) -> None:
+        if "start" in PLACES:
+            zero_first(self)
+            self.optimizers().param_groups[0]["lr"] = 0.5
+
+    def configure_optimizers(self) -> Any:
+        first, second = [*self.twins[0].parameters()], [*self.twins[1].parameters()]
+        twins = [second, first] if "parameters" in PLACES else [first, second]
+        optimizer = torch.optim.Adam(
+            [{"params": [*self.layers.parameters(), *twins[0]]}, {"params": twins[1]}], lr=0.01
+        )
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+ROUNDS = Row(name="rounds", module=Rounds, callbacks=Averages)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Event:
+    """The end of an uninterrupted run of `ROUNDS`."""
+    return whole_run(Group(rows=(ROUNDS,)), tmp_path_factory.mktemp("whole"))[0][-1]
+
+
+@pytest.mark.parametrize("place", ["", "callback", "load", "start", "setup", "parameters"])
+def test_change_that_does_not_reach_the_run_is_no_alarm(place: str, whole: Event, tmp_path: Path) -> None:
+    """What the run's own state wins over, and what the clock says in logs and in a result, changes nothing."""
+    training = killed(tmp_path, ROUNDS)
+    training.before = see(place)
     start = training.start(run_id="run")
     assert start.codes == [0], start.output
-    assert re.search(r"repeated.output: batch 4 .* The arithmetic of this run may differ: threads: ", start.output)
+    assert "5 repeated batches were identical to those of process 1" in start.output
+    assert start.events[0][-1] == whole
+
+
+class Writer(TorchCheckpointIO):
+    """Rounds the weights in the files that it writes."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        rounded = {name: one.half().to(one.dtype) for name, one in checkpoint["state_dict"].items()}
+        super().save_checkpoint({**checkpoint, "state_dict": rounded}, *arguments, **options)
+
+
+def test_file_that_its_writer_has_changed_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of the user's in which a CheckpointIO has rounded weights is no exact one; autosaves are."""
+    saves = Row(
+        name="writes", callbacks=lambda: [ModelCheckpoint("files", every_n_train_steps=2, save_top_k=-1)],
+        trainer={"plugins": [Writer()], "enable_checkpointing": True},
+    )  # fmt: skip
+    training = killed(tmp_path, saves)
+    assert training.start(run_id="run").codes == [0]
+    training.ckpt_path = max(tmp_path.rglob("files/*.ckpt"))
+    refused = training.start(run_id="run", auto_resume=False)
+    assert refused.codes == [1], refused.output
+    assert "can't be resumed exactly: weights: " in refused.output
+
+
+# What happens to a run.
+
+
+def records() -> list[Path]:
+    """Return the files of all records on this machine."""
+    return list(Path(tempfile.gettempdir()).glob("lightning_faulttolerant-*/*.record"))
+
+
+def damage(training: Training) -> None:
+    """Cut off the end of the newest autosave."""
+    newest = max(training.root.rglob("autosave-*.ckpt"))
+    newest.write_bytes(newest.read_bytes()[:-1000])
+
+
+def no_space(*_: Any) -> None:
+    """Do what the system does if a disk is full."""
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def live_again(training: Training) -> None:
+    """Start over with another loss, with the record of the earlier life on this machine."""
+    stale = {one: one.read_bytes() for one in records()}
+    training.before = see("loss")
+    assert training.start(KILLED, run_id="run", auto_resume=False).codes == [KILLED.exit_code]
+    for path, content in stale.items():
+        path.write_bytes(content)
+
+
+def later(break_it: Break) -> Callable[[Training], object]:
+    """Return what breaks something in the next process."""
+    return lambda training: setattr(training, "before", break_it)
+
+
+IDENTICAL = "{} repeated batches were identical to those of process 1"
+EVENTS: dict[str, tuple[Callable[[Training], object], str]] = {
+    "a kill in the middle of the repetition": (
+        lambda training: training.start(Cut(at=(0, 5), every=4), run_id="run"), IDENTICAL.format(5)
+    ),
+    "a damaged autosave": (damage, IDENTICAL.format(9)),
+    "another machine": (lambda training: [one.unlink() for one in records()], "; no batch to compare"),
+    "a full disk": (later(lambda: setattr(os, "posix_fallocate", no_space)), "Batches are not noted, .* no space"),
+    "an earlier life of the run": (live_again, "; no batch to compare"),
+    "more threads": (
+        later(lambda: (torch.set_num_threads(torch.get_num_threads() + 1), see("loss")())),
+        "repeated.output: batch 4 .* The arithmetic of this run may differ: threads: ",
+    ),
+}  # fmt: skip
+"""What happens to a run after a kill, and what the next start says."""
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_run_continues_after(name: str, tmp_path: Path) -> None:
+    """The next start repeats what there is to repeat, or says that it can't compare it, and finishes."""
+    happens, expected = EVENTS[name]
+    training = killed(tmp_path)
+    happens(training)
+    start = training.start(run_id="run")
+    assert start.codes == [0], start.output
+    assert re.search(expected, start.output), start.output
+
+
+def test_edit_is_named(tmp_path: Path) -> None:
+    """A start that continues after an edit names the file, whether or not it repeats batches."""
+    module = tmp_path / "edited.py"
+    module.write_text("FACTOR = 1.0")
+
+    def load() -> None:
+        sys.path.insert(0, str(tmp_path))
+        os.environ["SCALE"] = str(importlib.import_module("edited").FACTOR)
+
+    training = Training(group=Group(rows=(SHUFFLED,)), root=tmp_path, before=load)
+    training.start(KILLED, run_id="run")
+    module.write_text("FACTOR = 1.25")
+    refused = training.start(run_id="run")
+    assert refused.codes == [77], refused.output
+    assert len(re.findall(rf"these files have changed since: {module}\b", refused.output)) == 2
+    module.write_text("FACTOR = 1.0")
+    training.start(Cut(at=(1, 3), by=signal.SIGTERM), run_id="run")
+    module.write_text("FACTOR = 1.5")
+    stopped = training.start(run_id="run").output
+    assert "; no batch to compare" in stopped
+    assert f"these files have changed since: {module}" in stopped
+
+
+def test_fit_that_ends_earlier_says_so(tmp_path: Path) -> None:
+    """A fit that ends before it has repeated all batches says how many are left, and that the others were identical."""
+    training = Training(group=Group(rows=(Row(name="short", train=lambda: DataLoader(Stream(), 4)),)), root=tmp_path)
+    training.before = see("long")
+    training.start(Cut(at=(1, 6), hook="step", every=4), run_id="run")
+    training.before = None
+    start = training.start(run_id="run")
+    assert "1 repeated batch was identical to those of process 1" in start.output, start.output
+    assert "The fit ends earlier than before; batches that it does not repeat: 1." in start.output
 
 
 RANKS = Row(name="ranks", warns=("Using `DistributedSampler` with", "It is recommended to use `self.log"))
@@ -257,3 +614,24 @@ def test_no_false_alarm_on_ranks(names: tuple[str, ...], tmp_path: Path) -> None
     training = Training(group=group, root=tmp_path, num_ranks=2)
     training.start(Cut(at=(0, 3)))
     assert training.start().codes == [0, 0], training.starts[-1].output
+
+
+@pytest.mark.parametrize(
+    ("stage", "cut"),
+    [
+        ("fit", Cut(at=(1, 2), every=2)),
+        ("fit", Cut(at=(1, 1), hook="step")),  # an autosave is due at the next boundary
+        ("test", replace(CAUGHT, inside=(0, 3), by=signal.SIGKILL)),
+    ],
+)
+def test_ranks_stop_together(stage: str, cut: Cut, tmp_path: Path) -> None:
+    """A batch that is another one on one rank stops all of them at a boundary, and nothing is saved before."""
+    options = {"every_n_train_steps": cut.every} if stage == "fit" else RARELY
+    training = Training(group=Group(rows=(RANKS, EVALUATED)), root=tmp_path, num_ranks=2, stage=stage)
+    training.start(cut, run_id="run", **options)
+    training.before = lambda: PLACES.update({"loss"} if rank_here() else ())
+    for _ in range(2):  # it has saved nothing, and compares again
+        start = training.start(run_id="run", **options)
+        assert start.codes == [77, 77], start.output
+        assert start.output.count("repeated.output: batch ") == 1, start.output
+        assert "This rank stops, because rank 1 does not repeat exactly" in start.output, start.output

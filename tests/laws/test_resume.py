@@ -104,3 +104,12 @@ def test_an_iteration_that_a_limit_ends(tmp_path: Path) -> None:
     group = Group(rows=(all_rows()["stream with a state"], Row(name="limited", trainer={"limit_train_batches": 6})))
     cuts = [Cut(at=(0, 5), hook="validation", by=signal.SIGTERM), Cut(at=(1, 0))]
     assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)
+
+
+def test_two_cuts_in_one_epoch(tmp_path: Path) -> None:
+    """What training sets on a loader between batches is known to the second start, too."""
+    group, cuts = (
+        Group(rows=(all_rows()["attribute of a loader"],)),
+        [Cut(at=(0, number), every=1) for number in (2, 4)],
+    )
+    assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)

@@ -182,25 +182,6 @@ class OwnMasks:
                 getattr(module, name + _MASK).copy_(mask)
 
 
-def shown_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return each pruned weight as the last pass saw it: the next pruning chooses by these values."""
-    masks = {name: mask for name, mask in module.named_buffers() if name.endswith(_MASK)}
-    if not masks:
-        return {}
-    places = {key: key.rpartition(".") for key in _pruned({**masks, **dict(module.named_parameters())})}
-    return {key: _copy(getattr(module.get_submodule(prefix), name)) for key, (prefix, _, name) in places.items()}
-
-
-def load_shown(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Show the pruned weights as they were."""
-    modules = dict(module.named_modules())
-    for key, value in state.items():
-        prefix, _, name = key.rpartition(".")
-        mask = getattr(modules.get(prefix), name + _MASK, None)
-        if mask is not None:
-            setattr(modules[prefix], name, value.to(mask.device))
-
-
 def as_saved(trainer: Trainer, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return `weights`, with pruned ones also under their own names: a ModelPruning may save masked values of them."""
     modules, masked = dict(trainer.lightning_module.named_modules()), _of_callbacks(trainer, removes_masks)
@@ -212,14 +193,16 @@ def as_saved(trainer: Trainer, weights: Mapping[str, Any]) -> dict[str, Any]:
     return {**weights, **found}
 
 
-def without_masks(weights: Mapping[str, object], *, here: Mapping[str, object] | None = None) -> dict[str, Any]:
+def without_masks(weights: Mapping[str, object], *, module: torch.nn.Module | None = None) -> dict[str, Any]:
     """Return `weights` under the names that they have before any pruning.
 
     Args:
         weights: The weights by name.
-        here: The weights of a module: parameters that are pruned there keep their names.
+        module: A module: parameters that are pruned there keep their names, also those that its ``state_dict`` gives.
     """
-    pruned = _pruned(weights) - _pruned(here or {})
+    pruned = _pruned(weights)
+    if pruned and module is not None:
+        pruned -= _pruned({**dict(module.named_buffers()), **dict(module.named_parameters()), **module.state_dict()})
     masks, hidden = {name + _MASK for name in pruned}, {name + _HIDDEN: name for name in pruned}
     return {hidden.get(name, name): value for name, value in weights.items() if name not in masks}
 

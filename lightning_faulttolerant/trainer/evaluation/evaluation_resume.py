@@ -49,7 +49,13 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, changed_ob
 from lightning_faulttolerant.trainer.resume.choice import Trust
 from lightning_faulttolerant.trainer.resume.proof import Proving
 from lightning_faulttolerant.trainer.resume.report import ResumeReport, of_all
-from lightning_faulttolerant.trainer.run.fingerprint import Comparison, Fingerprint, as_carried_over, differences
+from lightning_faulttolerant.trainer.run.fingerprint import (
+    Comparison,
+    Fingerprint,
+    as_carried_over,
+    differences,
+    surroundings,
+)
 from lightning_faulttolerant.trainer.save.part import for_other_ranks
 from lightning_faulttolerant.trainer.save.run_state import PARTS, TITLES, VALIDATION_RUN, RunState
 from lightning_faulttolerant.trainer.settings import Options
@@ -154,9 +160,6 @@ def _joined_predictions(states: Sequence[State]) -> dict[str, object]:
     }
 
 
-_UNSAVED = "the previous process ended without a save"
-
-
 class SavedEvaluation:
     """An autosave of an evaluation, as this rank continues from it.
 
@@ -167,7 +170,6 @@ class SavedEvaluation:
         part: Our part of it.
         ranks: All ranks. The autosave holds a state for each of them.
         options: Say whether a different number of ranks may continue.
-        num_before_kill: How many batches are known to have run before a kill; ``None`` without a kill.
     """
 
     def __init__(
@@ -179,13 +181,11 @@ class SavedEvaluation:
         *,
         ranks: Ranks,
         options: Options,
-        num_before_kill: int | None = None,
     ) -> None:
         self.began = time.monotonic()
         self.path = path
         self.part = part
         self.ranks = ranks
-        self.num_before_kill = num_before_kill
         self.position = TrainerPosition.from_state_dict(part["position"])
         self.other_ranks: OtherRanks | None = None
         """What a different number of ranks takes over, if one continues."""
@@ -214,16 +214,6 @@ class SavedEvaluation:
         states: list[Mapping[str, object]] = list(self.state.get(DEALT, {}).get("loaders", ()))
         return states if any(state["consumed"] for state in states) and not self.position.is_finished else []
 
-    def note_about_repeated(self, function: str) -> tuple[str, ...]:
-        """Return a note about the batches that run a second time: writers of predictions and other hooks see them."""
-        first, known = self.position.validation_batch, self.num_before_kill
-        if known is None or self.position.is_finished:
-            return ()
-        if known <= first:
-            return (f"{_UNSAVED}: batches {first} and later of {function} may run a second time",)
-        batches = f"batch {first}" if known == first + 1 else f"batches {first} to {known - 1}"
-        return (f"{_UNSAVED}: {batches} of {function}, and maybe some more, run a second time",)
-
     def forget(self) -> None:
         """Free the state: it is restored."""
         self.state, self.other_ranks = {}, None
@@ -242,6 +232,7 @@ class EvaluationResume:
         trust: Decides whether objects may be unpickled.
         predictions: The predictions of this rank.
         patches: Those of the session, undone when the evaluation ends.
+        options: Say whether another batch than before is an error.
     """
 
     def __init__(
@@ -256,6 +247,7 @@ class EvaluationResume:
         trust: Trust,
         predictions: Predictions,
         patches: Patches,
+        options: Options,
     ) -> None:
         self._trainer = trainer
         self._saved = saved
@@ -266,7 +258,8 @@ class EvaluationResume:
         self._trust = trust
         self._predictions = predictions
         self._comparison = Comparison(saved.path, strict=False, is_elastic=False)
-        self._proving = Proving(trainer)
+        own = Comparison(saved.path, strict=options.strict, is_elastic=False, accepted=options.accepted)
+        self.proving = Proving(trainer, own)
         self._patches = patches
         self._report: ResumeReport | None = None
         self._reasons: tuple[str, ...] = ()
@@ -275,7 +268,8 @@ class EvaluationResume:
     @property
     def report(self) -> ResumeReport | None:
         """The report, updated with anything that has since turned out not to be exact."""
-        return self._report and replace(self._report, not_exact=(*self._reasons, *self._loaders.exactness.reasons))
+        reasons = (*self._reasons, *self._loaders.exactness.reasons, *self.proving.comparison.not_exact)
+        return self._report and replace(self._report, not_exact=reasons, proof=self.proving.proof)
 
     @property
     def position(self) -> TrainerPosition:
@@ -283,20 +277,10 @@ class EvaluationResume:
         return self._saved.position
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the evaluation was finished."""
-        return self.position.is_finished
-
-    @property
     def run(self) -> Mapping[str, Any]:
         """The place of the loop."""
         found: Mapping[str, object] = self._saved.state[VALIDATION_RUN]
         return found
-
-    @property
-    def starts_over(self) -> bool:
-        """Whether only the start of the evaluation is saved, since it can't continue."""
-        return self._saved.starts_over
 
     def why_not(self, *, has_weights: bool) -> str:
         """Return why this evaluation is another one than the one that saved, or an empty string.
@@ -397,7 +381,7 @@ class EvaluationResume:
         state = self._trust.unpickled(self._saved.state, self._saved.path)
         self._not_exact = self._run_state.load_state_dict(state)
         if self._saved.other_ranks is None:
-            found = self._proving.differences(self._run_state, state, self.position)
+            found = self.proving.differences(self._run_state, state, self.position)
             self._not_exact += map(str, found)
         if PREDICTIONS in state:
             self._predictions.load(state[PREDICTIONS])
@@ -418,13 +402,11 @@ class EvaluationResume:
             restored=tuple(TITLES[name] for name in TITLES if name in self._saved.state),
             objects=objects,
             inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
-            notes=(
-                *self._notes,
-                *self._run_state.objects.notes,
-                *self._saved.note_about_repeated(function_of(self._trainer)),
-            ),
+            notes=(*self._notes, *self._run_state.objects.notes),
             seconds=time.monotonic() - self._saved.began,
-            proof=self._proving.proof,
         )
+        changed = list(differences(self._saved.part["surroundings"], surroundings(self._trainer)))
+        is_exact = not (self._reasons or objects or self._loaders.exactness.reasons)
+        self.proving.begin_to_repeat(self._saved.ranks, position, is_exact=is_exact, changed=changed)
         self._saved.forget()
         tell_resumed(self.report or self._report, is_own=True)

@@ -426,8 +426,7 @@ class EvaluationSaver:
                 state[PREDICTIONS] = self._predictions.write()
             except (OSError, UnsafeCheckpointError) as error:
                 failure = described(error)
-        failures = self._ranks.to_first("predictions", failure)
-        failure = self._ranks.from_first("predictions", next(iter(filter(None, failures or ())), ""))
+        failure = next(filter(None, self._ranks.to_all("predictions", failure)), "")
         return self._write(position, state, began, failure=failure)
 
     def save_start(self, position: TrainerPosition) -> None:

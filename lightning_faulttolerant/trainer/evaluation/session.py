@@ -1,6 +1,7 @@
 """One ``validate``, ``test``, or ``predict``: it continues at its batch when the same command is run again.
 
-An evaluation that can't be resumed is run from its start. It is never refused: to repeat it gives the same results.
+An evaluation that can't be resumed is run from its start, and not refused: to repeat it gives the same results. One
+that continues stops at a batch that is another one than before.
 """
 
 from __future__ import annotations
@@ -170,7 +171,6 @@ class EvaluationSession(AnySession):
                 choice.part,
                 ranks=ranks,
                 options=options,
-                num_before_kill=beginning.num_before_kill,
             )
             beginning.forget_checkpoint()
             self._continue(choice.with_checkpoint(None), saved, self._begun, predictions, trust)
@@ -189,11 +189,12 @@ class EvaluationSession(AnySession):
             trust=trust,
             predictions=predictions,
             patches=self._patches,
+            options=self._options,
         )
         reason = resume.why_not(has_weights=not self._is_without_weights)
         if self.stopping.all_can(not reason):
             self._files.settle()
-            self._resume = None if resume.starts_over else resume
+            self._resume = None if saved.starts_over else resume
             self._continued = choice
             return
         self._start_over(reason)
@@ -252,9 +253,9 @@ class EvaluationSession(AnySession):
         objects.begin()
         self._files.flush()
         saver.note_files(self._files.state_dict())
-        if self._resume is not None and self._resume.is_finished:
+        if self._resume is not None and self._resume.position.is_finished:
             self._loop.setup_data()  # what the evaluation has changed on the loaders' objects is restored, too
-        if self._resume is not None and self._resume.is_finished:
+        if self._resume is not None and self._resume.position.is_finished:
             results = self._resume.restore_finished()
             self._note_start()
         else:
@@ -263,6 +264,7 @@ class EvaluationSession(AnySession):
             results = original()
             finished = self._position(is_finished=True)
             self._supervision.in_section(SAVE)
+            self._refuse_other_batches()
             saver.save(finished, run_state.state_dict(finished), self._returned(results))
         self._supervision.in_section(TEARDOWN)
         self.stopping.stop_if_wanted(f"after the end of {self._function}")
@@ -291,14 +293,15 @@ class EvaluationSession(AnySession):
         self._notes_fetches = notes_fetches
 
     def _around_run_start(self, original: Method) -> None:
+        self._note_batches(None if self._resume is None else self._resume.proving)
         if self._resume is None:
             original()
         else:
             self._resume.restore()
         self._note_start()
         if self._beginning.ranks.num_ranks > 1 and self._begun is not None:
-            self._common = CommonPace(self._beginning.ranks)
-            self._common.begin(num_evaluated(self.trainer), runs.num_batches_of(self._loop))
+            first, num_batches = num_evaluated(self.trainer), runs.num_batches_of(self._loop)
+            self._common = CommonPace(self._beginning.ranks, first, num_batches)
 
     def _position(self, *, is_finished: bool = False) -> TrainerPosition:
         return position_of(self.trainer, f"{'after' if is_finished else 'in'} {self._function}")
@@ -371,6 +374,7 @@ class EvaluationSession(AnySession):
 
     def _state_here(self, begun: _BegunEvaluation, position: TrainerPosition) -> dict[str, object] | None:
         """Return the state before this batch; ``None`` if a rank can't continue here. A collective."""
+        self._refuse_other_batches()
         state = self._own_state_here(begun, position)
         return state if self.stopping.all_can(state is not None) else None
 

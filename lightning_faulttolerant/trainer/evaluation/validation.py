@@ -279,28 +279,17 @@ def zeroed(trainer: Trainer) -> Iterator[None]:
 
 
 class CommonPace:
-    """Decides before which batches of an evaluation the ranks meet, to save there.
+    """Decides before which batches of an evaluation the ranks meet, to save there; a collective.
 
     Args:
         ranks: The ranks that evaluate together.
+        batch: The batch that comes first when the evaluation begins, or continues.
+        num_batches: How many batches this rank has in all; infinite if that is not known.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, batch: int, num_batches: float) -> None:
         self._ranks = ranks
-        self._next = math.inf
-        self._num_common = 0.0
-        self._began = (0, 0.0)
-
-    def begin(self, batch: int, num_batches: float) -> None:
-        """Note that an evaluation begins, or continues; a collective.
-
-        Args:
-            batch: The batch that comes first.
-            num_batches: How many batches this rank has in all; infinite if that is not known.
-        """
-        numbers = self._ranks.to_first("the number of batches", num_batches)
-        smallest = None if numbers is None else min(numbers)
-        self._num_common = self._ranks.from_first("the number of common batches", smallest)
+        self._num_common: float = min(self._ranks.to_all("the number of batches", num_batches))
         self._began = batch, perf_counter()
         self._next = batch if self._can_meet(batch) else math.inf
 

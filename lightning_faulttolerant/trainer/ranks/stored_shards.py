@@ -19,7 +19,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import IO, Any, Final, final
 
@@ -106,11 +106,11 @@ def _own_path(strategy: Strategy, path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, function: Callable[..., object]) -> Iterator[None]:
-    """Within the block, let an object have another method."""
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Within the block, let an object have another method or value."""
     own = vars(owner)
     before = own.get(name)
-    own[name] = function
+    own[name] = value
     try:
         yield
     finally:

@@ -438,9 +438,7 @@ def read_by_all(ranks: Ranks, choice: Choice) -> Choice:
         identity = identity_of(str(choice.path))
     except Exception as error:  # noqa: BLE001 - raised on all ranks below
         failure = f"{type(error).__name__}: {error}"
-    read = ranks.to_first("read", (failure, identity))
-    found = ranks.from_first("who can't read", None if read is None else _wrong(read))
-    if found:
+    if found := _wrong(ranks.to_all("read", (failure, identity))):
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
         raise CheckpointError(
             f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"

@@ -421,6 +421,11 @@ def sums_of_states(checkpoint: Mapping[str, Any]) -> dict[str, list[int]]:
     return found
 
 
+def sums_of_weights(checkpoint: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the number of the weights in a checkpoint of Lightning's, and a sum of them."""
+    return {"weights": _sum_of(checkpoint.get("state_dict"))}
+
+
 def _sum_of(state: object) -> list[int]:
     values = dict(_walk(state, lambda path: True))
     sums = _sums(values)
@@ -458,9 +463,10 @@ def changed_states(checkpoint: Mapping[str, Any], saved: Mapping[str, list[int]]
         trainer: The trainer. A strategy that shards has loaded its weights and optimizers.
     """
     now = {**sums_of_states(checkpoint), **sums_of_shards(trainer)} if saved else {}
+    now |= sums_of_weights(checkpoint) if "weights" in saved else {}
     return [
-        f"{name}: a hook (on_save_checkpoint) or a state_dict has changed it ({first[0]} values before, "
-        f"{now.get(name, [0])[0]} in the checkpoint); resume from an autosave, which is complete"
+        f"{name}: a hook (on_save_checkpoint), a state_dict, or a CheckpointIO has changed it ({first[0]} values "
+        f"before, {now.get(name, [0])[0]} in the checkpoint); resume from an autosave, which is complete"
         for name, first in saved.items()
         if now.get(name) != first
     ]

@@ -1,7 +1,5 @@
 """Parameters at a resume: the precision that their weights are loaded in, and their groups in optimizers.
 
-Weights that Lightning would round to fewer bits are loaded in the precision that they were saved in.
-
 An optimizer's state numbers its groups, so it can only be loaded into equal groups. If a hook changed the groups in an
 epoch that is over, as gradual unfreezing does, it isn't called again. So this module restores them, before Lightning
 loads the optimizers. A load replaces the groups, and the states of parameters. Other objects may hold them, such as an
@@ -13,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -34,33 +33,6 @@ def convert_module(trainer: Trainer) -> None:
         plugin.convert_module(trainer.lightning_module)
 
 
-def rounded(module: torch.nn.Module, state_dict: Mapping[str, object]) -> list[str]:
-    """Return the weights of a checkpoint that a load would round now, with both types.
-
-    Args:
-        module: The module that would load them.
-        state_dict: The checkpoint's ``state_dict``.
-    """
-    found = ((name, own, state_dict.get(name)) for name, own in module.named_parameters())
-    return [
-        f"{name} is saved as {_name(saved)} and would be loaded as {_name(own)}"
-        for name, own, saved in found
-        if isinstance(saved, torch.Tensor) and not _holds(own.dtype, saved.dtype)
-    ]
-
-
-def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
-    """Return whether the type `own` can represent each value of the type `saved`."""
-    try:
-        return torch.promote_types(saved, own) == own
-    except RuntimeError:  # 8-bit and quantized types are not promoted
-        return saved == own or saved.itemsize < own.itemsize
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 GROUPS: Final = "param_groups"
 
 NamesOfGroups = list[list[list[str]]]
@@ -79,25 +51,25 @@ class ParamGroups:
         self._trainer = trainer
         self._first = held_by_groups(trainer)
 
-    def state_dict(self) -> NamesOfGroups | None:
-        """Return the parameters of all groups, or ``None`` while the groups are as they were created."""
-        if held_by_groups(self._trainer) == self._first:
-            return None
-        return self._names()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parameters of all groups, in order, and whether the groups are others than at the start."""
+        return {"names": self._names(), "is_changed": held_by_groups(self._trainer) != self._first}
 
-    def load_state_dict(self, state: NamesOfGroups) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the optimizers' groups, if the state has them. Lightning loads the settings of each group.
+
+        A set of parameters may have another order in each process.
 
         Raises:
             NotExactError: If a group had a tensor that is not a parameter of the module.
         """
-        if len(state) != len(self._trainer.optimizers):
+        own, saved = self._names(), state.get("names", ())
+        if len(saved) != len(own):
             return
         parameters = dict(self._trainer.lightning_module.named_parameters())
-        for number, (optimizer, groups, now) in enumerate(
-            zip(self._trainer.optimizers, state, self._names(), strict=True)
-        ):
-            if groups == now:  # a callback has done it, as Lightning's BaseFinetuning does
+        for number, (optimizer, groups, now) in enumerate(zip(self._trainer.optimizers, saved, own, strict=True)):
+            is_other = sorted(chain(*groups)) != sorted(chain(*now))
+            if groups == now or (is_other and not state["is_changed"]):  # a callback has done it, or the script changed
                 continue
             unknown = [name for group in groups for name in group if name not in parameters]
             if unknown:
@@ -108,7 +80,7 @@ class ParamGroups:
                 )
             del optimizer.param_groups[len(groups) :]
             for group, names in zip(optimizer.param_groups, groups, strict=False):
-                group["params"] = [parameters[name] for name in names]
+                group["params"][:] = [parameters[name] for name in names]
             for names in groups[len(optimizer.param_groups) :]:
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
 

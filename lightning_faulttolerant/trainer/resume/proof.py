@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.state.objects.graph import is_at
@@ -26,7 +27,7 @@ from lightning_faulttolerant.trainer.adapters.state import as_saved
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.resume.report import Proof
-from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in
+from lightning_faulttolerant.trainer.run.fingerprint import Comparison, accepting, names_in
 from lightning_faulttolerant.trainer.save.run_state import RunState
 from lightning_faulttolerant.trainer.steps.repetition import Repetition
 
@@ -144,16 +145,19 @@ def not_read_back(lines: Sequence[str], *, path: str) -> NotExactError:
 
 @final
 class Proving:
-    """Compares the live objects of a fit with the checkpoint that they were restored from, and then its batches.
+    """Compares the live objects of a run with the checkpoint that they were restored from, and then its batches.
 
     Args:
-        trainer: The trainer that runs the fit.
+        trainer: The trainer that runs it.
+        comparison: Takes batches that differ.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, comparison: Comparison) -> None:
         self._trainer = trainer
+        self.comparison = comparison
+        self.changed_arithmetic: Sequence[str] = ()
         self._noted: dict[str, Leaves] = {}
-        self._num_read_back = self._num_to_repeat = 0
+        self._num_read_back = self._num_to_repeat = self._repeats_until = 0
         self._repetition: Repetition | None = None
 
     @property
@@ -168,17 +172,29 @@ class Proving:
         )
 
     def repeat(self, repetition: Repetition) -> None:
-        """Compare the batches that an earlier process has trained, too."""
+        """Compare the batches that an earlier process has run, too."""
         self._repetition = repetition
 
-    def begin_to_repeat(self, *, is_exact: bool) -> None:
-        """Begin with the next batch.
+    def begin_to_repeat(
+        self, ranks: Ranks, position: TrainerPosition | None, *, is_exact: bool, changed: Sequence[str]
+    ) -> None:
+        """Begin with the next batch; a collective.
 
         Args:
+            ranks: All ranks. They save together, so they wait together.
+            position: Where the state was taken.
             is_exact: Whether the state is the one of that process.
+            changed: The versions, devices, and threads that are others than those of that process.
         """
-        if self._repetition is not None:
-            self._num_to_repeat = self._repetition.begin(is_exact=is_exact)
+        self.changed_arithmetic = changed
+        last = 0
+        if self._repetition is not None and position is not None:
+            self._num_to_repeat, last = self._repetition.begin(position, is_exact=is_exact)
+        self._repeats_until = max(ranks.to_all("batches to repeat", last))
+
+    def holds_saves(self) -> bool:
+        """Return whether autosaves wait: a state of a run that turns out to be another one would take its place."""
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < self._repeats_until
 
     def note(self, checkpoint: Mapping[str, Any], *, rewritten: Collection[str]) -> None:
         """Note what Lightning loads next.

@@ -1,4 +1,4 @@
-"""What follows from the repetition of a fit: a line if it was identical, a stop or a warning if it was not."""
+"""What follows from the repetition of a run: a line if it was identical, a stop or a warning if it was not."""
 
 from __future__ import annotations
 
@@ -6,99 +6,98 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import final
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.errors import NotRepeatedError
 from lightning_faulttolerant.records.batches import BatchRecord
 from lightning_faulttolerant.state.reachable import is_users_module
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.log import tell
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.resume.resume import Resume
-from lightning_faulttolerant.trainer.run.beginning import Beginning
-from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in
+from lightning_faulttolerant.trainer.position import function_of
+from lightning_faulttolerant.trainer.resume.proof import Proving
+from lightning_faulttolerant.trainer.run.beginning import PlaceOfFit
+from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in, warn_late
 from lightning_faulttolerant.trainer.steps.repetition import OUTPUT, OtherBatch, Repetition
+from lightning_faulttolerant.trainer.stopping import Stopping
 
 _log = logging.getLogger(__name__)
 _MAX_FILES = 5
-_EXIT_CODE = 77
 
 
-@final
-class Repeating:
-    """The record of a fit, and what follows from the comparison with it.
+def repetition_of(
+    trainer: Trainer,
+    loaders: Loaders,
+    place: PlaceOfFit,
+    proving: Proving | None,
+    stopping: Stopping,
+    patches: Patches,
+    *,
+    life: str,
+    is_on: Callable[[], bool],
+) -> Repetition | None:
+    """Return what notes the batches of a fit or an evaluation; ``None`` if they can't be noted.
 
     Args:
-        trainer: The trainer that runs the fit.
-        loaders: The fit's loaders.
-        beginning: Knows the directory and the number of the fit.
-        resume: The resume, if the fit continues from a checkpoint.
-        is_on: Says whether the fit trains, and not a finder in the middle of it.
+        trainer: The trainer that runs it.
+        loaders: Its loaders.
+        place: Its directory and its number.
+        proving: Takes what is repeated, if an earlier process of the run is continued.
+        stopping: Stops the run if a batch differs.
+        patches: Undoes what it replaces.
+        life: What a run that starts from the beginning has anew.
+        is_on: Says whether the run itself is in progress, and not a finder in the middle of it.
     """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        loaders: Loaders,
-        beginning: Beginning,
-        resume: Resume | None,
-        *,
-        is_on: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._resume = resume
-        self.repetition: Repetition | None = None
-        place, is_own = beginning.place, resume is not None and resume.is_of_run
-        name = f"{place.directory} fit {place.number} rank {trainer.global_rank} of {trainer.world_size}"
-        try:
-            record = BatchRecord(name, is_new=not is_own, sources=_sources())
-        except OSError as error:
-            _log.warning("Batches are not noted, so a later start can't compare those that it repeats: %s", error)
-            return
-        self.repetition = Repetition(trainer, loaders, record, is_on=is_on, compares=is_own, on_end=self._end)
-        if resume is not None:
-            resume.proving.repeat(self.repetition)
-
-    def take_seams(self, patches: Patches) -> None:
-        """Begin to note batches."""
-        if self.repetition is not None:
-            self.repetition.take_seams(patches)
-
-    def close(self, *, is_finished: bool) -> None:
-        """Close the record; remove it if the fit is finished."""
-        if self.repetition is not None:
-            self.repetition.close(is_finished=is_finished)
-
-    def _end(self, repetition: Repetition, other: OtherBatch | None) -> None:
-        assert self._resume is not None
-        proof = self._resume.proving.proof
-        if proof.num_repeated and other is None:
-            batches = (
-                "1 repeated batch was" if proof.num_repeated == 1 else f"{proof.num_repeated} repeated batches were"
-            )
-            tell(f"{batches} identical to those of process {proof.repeats_process}")
-        if other is None:
-            return
-        settings = [*self._resume.changed_arithmetic, *nondeterministic(self._trainer)]
-        if other.kind == OUTPUT and settings:
-            _log.warning("%s. The arithmetic of this run may differ: %s.", other, "; ".join(settings))
-            return
-        changed = repetition.changed_sources
-        more = f" and {len(changed) - _MAX_FILES} more" if len(changed) > _MAX_FILES else ""
-        edit = f" These files have changed since: {', '.join(changed[:_MAX_FILES])}{more}." if changed else ""
-        self._resume.take_late(str(other), lambda lines: _stop(lines, edit))
+    function, rank = function_of(trainer), trainer.global_rank
+    name = f"{place.directory} {function} {place.number} rank {rank} of {trainer.world_size}"
+    try:
+        record = BatchRecord(name, is_new=proving is None, life=life, sources=_sources())
+    except OSError as error:
+        _log.warning("Batches are not noted, so a later start can't compare those that it repeats: %s", error)
+        return None
+    found = Repetition(trainer, loaders, record, is_on=is_on, on_end=partial(_end, trainer, proving, stopping))
+    found.take_seams(patches)
+    if proving is not None:
+        proving.repeat(found)
+    return found
 
 
-def _stop(lines: list[str], edit: str) -> NotRepeatedError:
+def _end(
+    trainer: Trainer, proving: Proving | None, stopping: Stopping, repetition: Repetition, other: OtherBatch | None
+) -> bool:
+    """Say that all batches were identical, or stop the run because of one that was not. Return whether it continues."""
+    num, process = repetition.num_repeated, f"process {repetition.repeats_process}"
+    if other is None:
+        if num:
+            tell(f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}")
+        if left := repetition.num_left:
+            _log.warning("The fit ends earlier than before; batches that it does not repeat: %s.", left)
+        return True
+    assert proving is not None  # or there would be no batch to compare with
+    settings = [*proving.changed_arithmetic, *nondeterministic(trainer)]
+    if other.kind == OUTPUT and settings:
+        _log.warning("%s. The arithmetic of this run may differ: %s.", other, "; ".join(settings))
+        return True
+    if not proving.comparison.take_read_back([str(other)]):
+        warn_late([str(other)])
+        return True
+    edits = "".join(f" Note that {line}." for line in edited(repetition))
     reason = (
-        f"This run does not repeat exactly what it has trained before. {lines[0]}.{edit} Its last autosave stays. "
-        f"To continue all the same, type:\n{accepting(names_in(lines))}"
+        f"This run does not repeat exactly what it did before. {other}.{edits} Its last autosave stays. To continue "
+        f"all the same, type:\n{accepting(names_in([str(other)]))}"
     )
     _log.error("%s", reason)
-    return NotRepeatedError(_EXIT_CODE, reason)
+    stopping.refuse(reason)
+    return False
+
+
+def edited(repetition: Repetition) -> list[str]:
+    """Return a line that names the source files of the user's that have changed since the last process, if any."""
+    changed = repetition.changed_sources
+    more = f" and {len(changed) - _MAX_FILES} more" if len(changed) > _MAX_FILES else ""
+    return [f"these files have changed since: {', '.join(changed[:_MAX_FILES])}{more}"] if changed else []
 
 
 def nondeterministic(trainer: Trainer) -> list[str]:

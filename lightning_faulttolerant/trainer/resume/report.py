@@ -22,7 +22,7 @@ def of_all(ranks: Ranks, *reasons: Collection[str]) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(one for kind in kinds for one in kind)) for kinds in zip(*gathered, strict=True)]
 
 
-_NOTHING = "no batch to repeat"
+_NOTHING = "no batch to compare"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +32,8 @@ class Proof:
     Args:
         num_read_back: How many values of the checkpoint were read again from the live objects, and are, bit by bit, as
             they were saved. Texts, and what depends on the process or the clock, are not compared.
-        num_to_repeat: How many batches an earlier process has trained from here on.
-        num_repeated: How many of them this process has trained, too, with the same samples and results.
+        num_to_repeat: How many batches an earlier process has run from here on.
+        num_repeated: How many of them this process has run, too, with the same samples and results.
         repeats_process: The number of that process on this machine.
     """
 

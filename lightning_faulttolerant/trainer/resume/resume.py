@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Content, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
-from lightning_faulttolerant.trainer.resume.parameters import convert_module, rounded
+from lightning_faulttolerant.trainer.resume.parameters import convert_module
 from lightning_faulttolerant.trainer.resume.proof import Proving, not_read_back
 from lightning_faulttolerant.trainer.resume.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, of_all
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
@@ -116,12 +116,10 @@ class Resume:
         )
         self.notes: list[str] = []
         """Lines for the report that are worth knowing. None of them is about state that is not exact."""
-        self.changed_arithmetic: list[str] = []
-        """The versions, devices, and threads that are others than those of the process that saved."""
         self._content = Content(part=choice.part, callback_states=(choice.checkpoint or {}).get("callbacks", {}))
         self.restored = RestoredState(trainer, self._read_again, wins=choice.is_autosave)
         """What Lightning restores."""
-        self.proving = Proving(trainer)
+        self.proving = Proving(trainer, self._differences.all)
         self._report: ResumeReport | None = None
         if choice.part is None:
             self._differences.all.not_exact.append(NO_PART)
@@ -238,10 +236,10 @@ class Resume:
             self._forget_files(checkpoint)
         if "state_dict" in checkpoint:
             module = self._trainer.lightning_module
-            here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self.restored.note_masks(checkpoint["state_dict"])
-            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
-            self._keep_all_bits(checkpoint["state_dict"])
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], module=module)
+            if not self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
+                convert_module(self._trainer)
         if "loops" in checkpoint:
             if not self._content.state.get("loaders", {}).get("left"):
                 loader_states(checkpoint).clear()  # we restore each loader's place, and only once
@@ -256,19 +254,6 @@ class Resume:
         if files := self._content.state.get("files"):
             files = {**files, "checkpoints": {**files["checkpoints"], "callbacks": {}}}
             self._content.state = {**self._content.state, "files": files}
-
-    def _keep_all_bits(self, state_dict: Mapping[str, object]) -> None:
-        if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, after the setup
-            return
-        convert_module(self._trainer)
-        lines = rounded(self._trainer.lightning_module, state_dict)
-        if lines:
-            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-            self._fails(
-                f"{self._path} can't be restored exactly: {lines[0]}{more}",
-                remedy="Set the type of the module before it is loaded: in __init__, setup, or configure_model, or "
-                "with the Trainer's precision",
-            )
 
     def _read_again(self) -> dict[str, Any]:
         """Read the checkpoint again, with the weights as they are after `prepare`."""
@@ -439,17 +424,13 @@ class Resume:
             state = {name: one for name, one in state.items() if name != "loaders"}
         named = [f"{OBJECTS}.{line.partition(': ')[0]}" for line in run_state.objects_not_restored]
         found = self.proving.differences(run_state, state, self.position, without=named)
-        self._differences.all.take_read_back(list(map(str, found)), lambda own: not_read_back(own, path=self._path))
+        if refused := self._differences.all.take_read_back(list(map(str, found))):
+            raise not_read_back(refused, path=self._path)
 
     @property
     def is_of_run(self) -> bool:
         """Whether the checkpoint is an autosave of the run that continues."""
         return self._choice.is_autosave and not self._choice.parent
-
-    def take_late(self, line: str, error: Callable[[list[str]], BaseException]) -> None:
-        """Take a difference that turns up after the resume. The arguments are those of `Comparison.take_read_back`."""
-        self._differences.all.take_read_back([line], error)
-        warn_late([line])
 
     @property
     def report(self) -> ResumeReport | None:
@@ -474,10 +455,10 @@ class Resume:
             own = self._differences.all.not_exact
             own[:], without = of_all(self._differences.ranks, own, without)
         saved = self.owed("surroundings")
-        self.changed_arithmetic = list(differences(saved, surroundings(self._trainer))) if saved else []
+        changed = list(differences(saved, surroundings(self._trainer))) if saved else []
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
-        self.show(f"the arithmetic may differ in the last bits: {line}" for line in self.changed_arithmetic)
+        self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)
         report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, self.position),
@@ -489,7 +470,7 @@ class Resume:
             seconds=time.monotonic() - self._began,
         )
         is_exact = not (without or self._differences.all.not_exact or self._content.resized)
-        self.proving.begin_to_repeat(is_exact=is_exact)
+        self.proving.begin_to_repeat(self._differences.ranks, self.position, is_exact=is_exact, changed=changed)
         self._report, self._content.state, self._content.callback_states = report, {}, {}
         tell_resumed(self.report or report, self._differences.shown, is_own=self.is_of_run)
         if self.position is not None and self.position.is_in_epoch:

@@ -96,7 +96,6 @@ class _FirstRankMessage:
     mark: str
     continues: bool
     moved_roots: Mapping[str, str]
-    num_before_kill: int | None
     error: Exception | None
     place: PlaceOfFit
 
@@ -194,8 +193,6 @@ class Beginning:
         """The error that rank 0 tells the others once they are connected."""
         self.history = HistoryWriter(trainer)
         """The history of this fit, on rank 0."""
-        self.num_before_kill: int | None = None
-        """How many batches of an evaluation ran before its process was killed; ``None`` if none was."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
@@ -210,8 +207,6 @@ class Beginning:
             found = self._open(None if given is None else given[0])
             if self._search.function != FIT:
                 self.choice = choose_evaluation(self._trainer, found.series, self._search.options)
-                if self.choice.path is not None:
-                    self.num_before_kill = self.history.num_before_kill()
                 go_on_in_files(self._files, found.run, self.choice)
             elif given is not None:
                 self.choice = self._search.choose(found, given[0])
@@ -290,7 +285,6 @@ class Beginning:
             mark=self._files.mark,
             continues=self._files.continues,
             moved_roots=self._files.moved_roots,
-            num_before_kill=self.num_before_kill,
             place=self.place,
             error=self._error and _picklable(self._error),
         )
@@ -300,8 +294,7 @@ class Beginning:
         if self.ranks.rank > 0:
             self._files.mark, self._files.continues = told.mark, told.continues
             self._files.go_to_roots(told.moved_roots)
-            self.choice, self.num_before_kill = told.choice, told.num_before_kill
-            self.place = told.place
+            self.choice, self.place = told.choice, told.place
         if self.choice is not None:
             self.choice = read_by_all(self.ranks, self.choice)
 

@@ -19,7 +19,7 @@ import shlex
 import sys
 import types
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -157,20 +157,15 @@ class Comparison:
         """
         self._take(lines, remedy=_SEED_IT)
 
-    def take_read_back(self, lines: list[str], error: Callable[[list[str]], BaseException]) -> None:
-        """Take the values that are not as they were saved, when all are restored.
-
-        Args:
-            lines: A line for each: its path, and both values.
-            error: Returns what is raised if some of them are an error.
-        """
+    def take_read_back(self, lines: list[str]) -> list[str]:
+        """Take the differences that show when all is restored, or later. Return those that are an error."""
         if refused := self._refused(lines):
-            raise error(refused)
+            return refused
         self._take(lines)
+        return []
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
-        refused = self._refused(lines)
-        if refused:
+        if refused := self._refused(lines):
             raise _mismatch(refused, path=self._path, remedy=remedy)
         self.not_exact += [line for line in lines if line not in self.not_exact]
 

@@ -27,7 +27,6 @@ from lightning_faulttolerant.records.history import (
     ALIVE_EVERY_SHARE,
     AUTOSAVE,
     BEGIN,
-    DONE,
     END,
     FINISHED,
     FIT,
@@ -152,28 +151,6 @@ class HistoryWriter:
         self._began = perf_counter()
         self.due_at = float("inf")
         """The ``time.perf_counter`` time at which a sign of life is due. A boundary need not call before."""
-
-    def num_before_kill(self) -> int | None:
-        """Return how many batches of this evaluation are known to be done, if the last process did not save its end.
-
-        Returns:
-            The number, or ``None`` if the last process saved where it ended.
-        """
-        try:
-            lines = self.file.lines()
-        except Exception as error:  # noqa: BLE001 - no error of the history may end the evaluation
-            self.file.announce(error)
-            return None
-        known = None
-        for line in lines:
-            if line.get("event") == DONE:
-                known = None
-            elif line.get("fit") == self._fit:
-                found, saved = line.get("num_validated"), line.get("saved") or {}
-                known = max(known or 0, found) if isinstance(found, int) else known
-                if line.get("event") == END and saved.get("num_validated") == found:
-                    known = None
-        return known
 
     def failures(self) -> Failures:
         """Return the failures of the run before this fit. None are known on ranks without a file."""

@@ -40,12 +40,16 @@ class AroundSaves:
 
     Args:
         is_saved_before: Returns at the first boundary whether its state is the one that the fit resumed from.
+        is_held: Returns whether a save that is due at a boundary waits, unless it is the first one.
         before_save: Called when a save begins, before it waits for the one in the background.
+        refuse: Called on all ranks when they save; a collective. Raises if the state must not be saved.
         on_saved: Called with the position and path of each autosave, also from the background thread.
     """
 
     is_saved_before: Callable[[TrainerPosition], bool] = lambda position: False
+    is_held: Callable[[], bool] = lambda: False
     before_save: Callable[[], None] = lambda: None
+    refuse: Callable[[], None] = lambda: None
     on_saved: Sequence[Callable[[TrainerPosition, str], None]] = ()
 
 
@@ -146,8 +150,10 @@ class Autosaver:
             Exception: The error of the background write since the last boundary, unless it is only an ``OSError``.
         """
         self._take_failure()
-        waits = self.counts_steps or self.pace.kept_steps.is_due()
-        return self.pace.is_due() and (waits or not self._background.is_busy)
+        is_kept = self.pace.kept_steps.is_due()
+        waits = self.counts_steps or is_kept
+        is_free = is_kept or self.pace.is_first or not self.around.is_held()
+        return self.pace.is_due() and is_free and (waits or not self._background.is_busy)
 
     def _take_failure(self) -> None:
         """Note why the background write failed, if it did. Raise the error if the store did not cause it."""
@@ -189,8 +195,7 @@ class Autosaver:
     def _is_saved_before(self, position: TrainerPosition) -> bool:
         """Return whether the state of the first boundary is saved already; a collective."""
         self.pace.begin()
-        answers = self._ranks.to_first("who has it saved", self.around.is_saved_before(position))
-        is_saved: bool = self._ranks.from_first("all have it saved", answers is not None and all(answers))
+        is_saved = all(self._ranks.to_all("who has it saved", self.around.is_saved_before(position)))
         if is_saved:
             self.pace.begin_saved(position)
         return is_saved
@@ -301,6 +306,7 @@ class Autosaver:
         self, position: TrainerPosition, state: Mapping[str, object], capture: Capture | None = None
     ) -> dict[str, object]:
         """Return the checkpoint of an autosave."""
+        self.around.refuse()
         self.pace.note_taken(position, None if capture is None else capture.taken_at)
         return self.contents.gathered(position, state, capture)
 

@@ -66,7 +66,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
     without_shards,
     without_state,
 )
-from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states
+from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states, sums_of_weights
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
 from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
@@ -309,7 +309,11 @@ class CheckpointContents:
         if part is not None:
             checkpoint[KEY] = part
             part["pending"], part["inexact"] = list(save.pending), list(inexact)
-            part["sums"] = sums_of_states(without_shards(dumped) if has_shards(self._trainer.strategy) else dumped)
+            is_sharded = has_shards(self._trainer.strategy)
+            part["sums"] = sums_of_states(without_shards(dumped) if is_sharded else dumped)
+            hooks = (overridden(one, "on_save_checkpoint") for one in compat.callbacks(self._trainer))
+            if not (has_hooks or is_sharded) and all(one is None or is_our_function(one) for one in hooks):
+                part["sums"] = {**part["sums"], **sums_of_weights(dumped)}  # only a CheckpointIO comes after it
             if save.instead is not None:
                 part["instead"] = {**save.instead}
 

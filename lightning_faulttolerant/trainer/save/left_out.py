@@ -47,6 +47,7 @@ class LeftOut:
         self._module = trainer.lightning_module
         self._first: dict[str, int] | None = None
         self._dumped: dict[str, Any] = {}
+        self._is_own = False
 
     def begin(self) -> None:
         """Note the weights that the fit begins with; without this call, all that is left out is carried."""
@@ -86,6 +87,8 @@ class LeftOut:
         """Note what Lightning dumps. This replaces the last method that is called before the hooks of users."""
         original(checkpoint)
         self._dumped = tensors.with_tensors(checkpoint, lambda one: one)
+        if self._is_own and "optimizer_states" in checkpoint:  # these dicts are the live ones: a hook may fill them
+            checkpoint["optimizer_states"] = tensors.with_tensors(checkpoint["optimizer_states"], lambda one: one)
 
     def take_dumped(self) -> dict[str, Any]:
         """Return the last dump as it was before the hooks of users, and forget it."""
@@ -102,6 +105,7 @@ class LeftOut:
             has_hooks: Whether users have hooks that are called for the checkpoint.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self, "_is_own", True))
             for one in self._module.modules() if isinstance(self._trainer.strategy, FSDPStrategy) else ():
                 if type(one).state_dict is not torch.nn.Module.state_dict:
                     stack.enter_context(replaced(one, "state_dict", partial(_with_weights, one)))
@@ -136,7 +140,7 @@ def _with_weights(module: torch.nn.Module, **arguments: Any) -> object:
 
 
 def _with_dropped(now: Any, first: Any) -> Any:
-    """Return a value that hooks have left, with what was in it before."""
+    """Return a value that hooks have left, with what was in it before: a tensor of the same form is a rounded one."""
     if isinstance(now, dict) and isinstance(first, dict):
         kept = {key: _with_dropped(now.get(key), one) for key, one in first.items()}
         is_same = all(key in now and now[key] is one for key, one in kept.items())
@@ -144,8 +148,11 @@ def _with_dropped(now: Any, first: Any) -> Any:
     if isinstance(now, list) and isinstance(first, list) and len(now) == len(first):
         items = list(map(_with_dropped, now, first))
         return now if all(map(operator.is_, items, now)) else items
+    if isinstance(now, Tensor):
+        has_form = isinstance(first, Tensor) and (now.dtype, now.shape) == (first.dtype, first.shape)
+        return first if has_form else now
     is_translated = isinstance(first, (dict, list)) and not isinstance(now, (dict, list, type(None)))
-    return now if is_translated or isinstance(now, Tensor) else first
+    return now if is_translated else first
 
 
 def load_left_out(trainer: Trainer, state: Mapping[str, Tensor]) -> None:

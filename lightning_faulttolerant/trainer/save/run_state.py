@@ -33,12 +33,7 @@ from lightning_faulttolerant.state.tensors import (
 )
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.logged_results import load_results, results_state
-from lightning_faulttolerant.trainer.adapters.state import (
-    callbacks_state,
-    load_callbacks,
-    load_shown,
-    shown_state,
-)
+from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.evaluation.saving import (
     DEALT,
     GRADIENTS,
@@ -383,7 +378,6 @@ PARTS = (
     ),
     _of_trainer("results", "logged values", results_state, load_results, for_others=MERGED),
     _of_module("metrics", "metrics", metrics_state, load_metrics, for_others=MERGED),
-    _of_module("shown", "", shown_state, load_shown),
     Part("buffers", "tensors outside the state_dict", _buffers_state, _load_buffers, compare=_compared_buffers),
     # For `_load_buffers`: it is restored before.
     Part("began", "", lambda run, at: {"buffers": run.kinds_of_buffers}, _load_kinds, is_read_back=False),

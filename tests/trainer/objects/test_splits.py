@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler, random_split
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.objects.splits import Splits
 from tests.laws.features.drawn_data import Names
-from tests.processes import run
 from tests.runs import fit_net
 
 
@@ -96,19 +93,6 @@ def test_strange_parts_are_left_alone() -> None:
 def part_without_the_rest() -> Any:
     """Return a part of a data set without the parts with the other samples."""
     return Subset(Names(36), torch.randperm(36)[:20].tolist())
-
-
-def test_what_can_not_be_restored_is_refused(tmp_path: Path) -> None:
-    """The error shows both values and the remedy: without the other parts, training might see samples of a test."""
-
-    def main(*faults: KillAt) -> None:
-        protection = FaultTolerance(dirpath=tmp_path, every_n_train_steps=1)
-        train = DataLoader(part_without_the_rest(), 4, shuffle=True)
-        fit_net([protection, *faults], tmp_path, train=train, max_epochs=1)
-
-    assert run(lambda: main(KillAt(3)), seed=0).exit_code < 0
-    line = r"train/0\.dataset\.indices: '\[20\] crc .{8}' when it was saved, '\[20\] crc .{8}' now"
-    assert re.search(rf"FingerprintMismatchError: .*\n  - {line}\n.*Call seed_everything", run(main, seed=1).output)
 
 
 @pytest.mark.parametrize(("seed", "is_drawn"), [(None, True), (None, False), (1, True)])
