@@ -15,7 +15,10 @@ _NAMES = (
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d| UTC)?", "TIME"),
     (r"\b\d+(\.\d+)? (s|ms|min|h|days?|seconds?|minutes?|hours?)( \d+ (s|min|h))?\b(?= (old|ago|of training))", "AGE"),
     (r"\b(process|pid) \d+", r"\1 PID"),
-    (r"\b\d+ parts read back; (no batch to compare|proving on \d+ batch(es)?)", "N parts read back"),
+    (
+        r"\b\d+ parts read back(; workers confirm[a-z ]+)?; (no batch to compare|proving on \d+ batch(es)?)",
+        "N parts read back",
+    ),
     (r"(?<=\.ckpt) \(AGE old\)", ""),
     (r"\b([\w.]+)-[0-9a-f]{12}\b", r"\1-KEY"),  # the name of a run
     (r"\x1b\[[0-9;]*m", ""),

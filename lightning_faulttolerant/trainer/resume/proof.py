@@ -157,6 +157,7 @@ class Proving:
         self.comparison = comparison
         self.changed_arithmetic: Sequence[str] = ()
         self._noted: dict[str, Leaves] = {}
+        self._has_workers = False
         self._num_read_back = self._num_to_repeat = self._repeats_until = 0
         self._repetition: Repetition | None = None
 
@@ -166,6 +167,7 @@ class Proving:
         repetition = self._repetition
         return Proof(
             num_read_back=self._num_read_back,
+            has_workers=self._has_workers,
             num_to_repeat=self._num_to_repeat,
             num_repeated=0 if repetition is None else repetition.num_repeated,
             repeats_process=0 if repetition is None else repetition.repeats_process,
@@ -240,6 +242,8 @@ class Proving:
         readers = self._readers(run_state.schedulers.plain)
         found = [one for name, leaves in noted.items() for one in self._compared(leaves, readers[name], name)]
         found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
+        places = saved.get("loaders", {}).get("places", {}).values()
+        self._has_workers = any(place.get("workers") for place in places)
         for part in run_state.read_back(position, saved):
             then, now = part.values()
             leaves = dict(leaves_of(then, part.name, without=part.derived))

@@ -32,12 +32,15 @@ class Proof:
     Args:
         num_read_back: How many values of the checkpoint were read again from the live objects, and are, bit by bit, as
             they were saved. Texts, and what depends on the process or the clock, are not compared.
+        has_workers: Whether data-loading workers have restored generators. They compare them by themselves, before
+            their first batch.
         num_to_repeat: How many batches an earlier process has run from here on.
         num_repeated: How many of them this process has run, too, with the same samples and results.
         repeats_process: The number of that process on this machine.
     """
 
     num_read_back: int = 0
+    has_workers: bool = False
     num_to_repeat: int = 0
     num_repeated: int = 0
     repeats_process: int = 0
@@ -46,7 +49,9 @@ class Proof:
         if not self.num_read_back:
             return ""
         batches = f"{self.num_to_repeat} batch{'es' * (self.num_to_repeat != 1)}"
-        return f"{self.num_read_back} parts read back; {f'proving on {batches}' if self.num_to_repeat else _NOTHING}"
+        workers = "; workers confirm with their first batch" * self.has_workers
+        proving = f"proving on {batches}" if self.num_to_repeat else _NOTHING
+        return f"{self.num_read_back} parts read back{workers}; {proving}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
