@@ -168,7 +168,7 @@ def tracked_class(user_class: type[DataLoader[object]]) -> type[DataLoader[objec
     namespace: dict[str, object] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
     namespace["_index_sampler"] = property(functools.partial(_followed_sampler, user_class))
     if maker is not DataLoader or _is_ours(user_class):
-        namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
+        namespace |= {"state_dict": lambda self: {}, "load_state_dict": _load_no_state}
     if user_class is not maker and not _is_ours(user_class):
         namespace |= sharing(names_of_makers(maker), _users)
     bases = (tracked,) if user_class is maker else (_Asked, user_class, tracked)
@@ -206,11 +206,6 @@ def _before(maker: Any) -> type[DataLoader[object]]:
 def begin_plainly(followed: DataLoader[object]) -> None:
     """Begin an iteration of the followed copy as the user's ``__iter__`` would, without running that."""
     _before(_maker(type(followed))).__iter__(followed)
-
-
-def _no_state(self: object) -> dict[str, object]:
-    # Lightning calls it at each checkpoint. The tracker's state has the position; nothing must be restored twice.
-    return {}
 
 
 def _load_no_state(self: object, state_dict: Mapping[str, object]) -> None:

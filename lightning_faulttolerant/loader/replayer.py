@@ -100,10 +100,6 @@ class Chain:
         self.runs.append(run)
         return run
 
-    def note_iterator(self, before: RandomStates, after: RandomStates) -> None:
-        """Note the moments before and after the last iteration's iterator was created."""
-        self.log.note(self.runs[-1].num_before, before.states(), after.states())
-
     def note(self, batch: object, before: RandomStates, after: RandomStates) -> None:
         """Note a batch of the last iteration, and the moments before and after it was drawn."""
         run = self.runs[-1]
@@ -298,7 +294,7 @@ class Replayer:
             batches = make_iterator()
         after = self.moment()
         for chain in chains:
-            chain.note_iterator(now, after)
+            chain.log.note(chain.runs[-1].num_before, now.states(), after.states())
         return batches, iteration
 
     def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, object]:
@@ -388,10 +384,6 @@ class Replayer:
         self._known = now
         return {name: one for name, one in now.items() if name not in before or before[name] != one}
 
-    def objects_at_start(self) -> dict[str, object]:
-        """Return the changes on the loader's objects, and on everything that a new iteration may read."""
-        return self.objects.at_start()
-
     def live(self) -> list[object]:
         """Return the iterators and similar objects in the loader, which a replay creates again."""
         return list(self.objects.live().values())
@@ -409,7 +401,7 @@ class ReplayedBatches(Iterator[object]):
         is_first = not self._iteration.num_out
         changed = self._replayer.note_attributes()
         if is_first:
-            self._iteration.note_first(self._replayer.objects_at_start())
+            self._iteration.note_first(self._replayer.objects.at_start())
         elif changed:
             self._iteration.note_attributes(changed)
         before = self._replayer.moment()

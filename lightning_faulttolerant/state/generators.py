@@ -347,7 +347,7 @@ def make_generator(blob: bytes) -> object:
     kind, spawning, state = _parts(blob)
     generator: object
     if kind.startswith("torch:"):
-        generator = packing.empty_generator(kind)
+        generator = torch.Generator(device=kind.partition(":")[2])
     elif kind == "python":
         generator = random.Random()
     else:

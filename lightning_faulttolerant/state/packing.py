@@ -193,11 +193,6 @@ def _array_from_json(value: dict[str, Any]) -> object:
     return np.asarray(value["array"], dtype=value["dtype"]) if set(value) == {"dtype", "array"} else value
 
 
-def empty_generator(kind: str) -> torch.Generator:
-    """Return a torch generator on the device that `kind` (``torch:<device>``) names."""
-    return torch.Generator(device=kind.partition(":")[2])
-
-
 _DIGEST_BYTES = 16
 _PLAIN = (type(None), bool, int, float, complex, str)
 _KEYS, _OWN = "keys", "own"

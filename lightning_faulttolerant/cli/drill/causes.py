@@ -219,11 +219,6 @@ def changing_values(patterns: Sequence[str]) -> Cause:
     )
 
 
-def differs_at(place: str, cause: Cause) -> Cause:
-    """Return a cause of a difference after a restart as one of a difference without a restart."""
-    return replace(cause, text=f"The runs differ at {place}.")
-
-
 # Why a drill can't be judged, or a restart fails.
 
 NO_LEDGER = Cause(
@@ -411,7 +406,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
         cause = (FROM_THE_START if is_first else WITHOUT_A_RESTART).get(field)
         if cause is not None:
             return cause
-    return differs_at(difference_place, cause_of(mismatch))
+    return replace(cause_of(mismatch), text=f"The runs differ at {difference_place}.")
 
 
 def _continues_equal(mismatch: Mismatch) -> bool:

@@ -130,15 +130,6 @@ def _styled(text: str, style: str, stream: TextIO) -> str:
     return text if plain else f"\x1b[{style}m{text}\x1b[0m"
 
 
-def command_text(words: Sequence[str]) -> str:
-    """Return a command as the user would type it.
-
-    Args:
-        words: Words of the command.
-    """
-    return safe(shlex.join(words))
-
-
 DESCRIPTION = """\
 Prove on your own script that an interrupted run equals an uninterrupted one. The drill runs COMMAND once uninterrupted.
 Then it runs COMMAND with faults at random moments, and starts it again after each fault until it ends. It compares the
@@ -271,7 +262,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
     """Return the result of a drill, and the output of its last process if that failed by itself."""
     with ended_by_signals(), progress_on(sys.stderr) as progress:
-        progress.tell(f"Drill: {command_text(settings.command)}")
+        progress.tell(f"Drill: {safe(shlex.join(settings.command))}")
         drill = Drill(settings, progress)
         found = drill.run()
     return found, drill.failed_output

@@ -52,7 +52,9 @@ def _trial() -> Any:
         return None
     in_memory = optuna.storages.InMemoryStorage
     # Variables of other functions are not read: before Python 3.13, reading keeps alive objects that they delete later.
-    frames = (frame for frame in _frames() if _module_of(frame).startswith("optuna.") or _is_module(frame))
+    frames = (
+        frame for frame in _frames() if _module_of(frame).startswith("optuna.") or frame.f_code.co_name == "<module>"
+    )
     trials = (value for frame in frames for value in frame.f_locals.values() if isinstance(value, optuna.Trial))
     return next((trial for trial in trials if not isinstance(compat.storage_of(trial.study), in_memory)), None)
 
@@ -92,11 +94,6 @@ def _frames() -> Iterator[FrameType]:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_module(frame: FrameType) -> bool:
-    """Return whether the variables of a frame are those of a module."""
-    return frame.f_code.co_name == "<module>"
 
 
 def _is_in_loop_of(frame: FrameType) -> bool:

@@ -158,21 +158,14 @@ _CALLS = "lightning_faulttolerant/calls"
 _POLL_SECONDS = 0.01
 
 
-def shares_store(environment: Mapping[str, str]) -> bool:
-    """Return whether the ranks are to meet in the store of an agent, which may have started, or may start, others.
-
-    An agent starts its ranks again when a machine joins, with ``--max-restarts=0``, too.
-    """
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def apart_from_earlier_ranks(setup_environment: Method) -> object:
     """Let a strategy set its environment up. If it creates the process group, the ranks meet apart from earlier ones.
 
     Everything else about the group is as Lightning has it: its backend, its timeout, its device, and its end.
     """
     patches = Patches()
-    if shares_store(os.environ):
+    # The store of an agent may have started others: it starts its ranks again when a machine joins.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         patches.around(dist, "init_process_group", _create_group)
     try:
         return setup_environment()

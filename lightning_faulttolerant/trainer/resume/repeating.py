@@ -59,8 +59,11 @@ def repetition_of(
         return None
     found = Repetition(trainer, loaders, record, is_on=is_on, on_end=partial(_end, trainer, proving, stopping))
     found.take_seams(patches)
+    settings = nondeterministic(trainer)
     if proving is not None:
         proving.repeat(found)
+    elif settings:
+        tell(f"The kernels of this run may be nondeterministic: {'; '.join(settings)}. Its state resumes exactly.")
     return found
 
 
