@@ -106,10 +106,14 @@ def test_an_iteration_that_a_limit_ends(tmp_path: Path) -> None:
     assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)
 
 
-def test_two_cuts_in_one_epoch(tmp_path: Path) -> None:
-    """What training sets on a loader between batches is known to the second start, too."""
-    group, cuts = (
-        Group(rows=(all_rows()["attribute of a loader"],)),
-        [Cut(at=(0, number), every=1) for number in (2, 4)],
-    )
-    assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), cuts)
+CUTS = {
+    "attribute of a loader": [Cut(at=(0, number), every=1) for number in (2, 4)],
+    "PersistentTracker": [Cut(at=(1, 0), by=0, every=100)],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_cut_there(name: str, tmp_path: Path) -> None:
+    """What training sets between batches is known to a second start; what it has made since a capture is not saved."""
+    group = Group(rows=(all_rows()[name],))
+    assert_continues(whole_run(group, tmp_path), Training(group=group, root=tmp_path / "cut"), CUTS[name])

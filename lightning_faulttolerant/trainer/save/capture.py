@@ -82,6 +82,8 @@ def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerP
     whole = {name: value for name, value in weights.items() if shard_of(value) is value}
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
     if weights:  # if a strategy gathers them, only rank 0 has them
+        for name in extra_state(trainer.lightning_module).keys() - instead["extra"].keys():
+            weights.pop(name, None)  # a metric that was created since
         weights.update(instead["extra"])
     states = [state for state in checkpoint.get("optimizer_states", ()) if state]
     for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
