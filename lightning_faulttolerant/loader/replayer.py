@@ -345,6 +345,7 @@ class Replayer:
             load_objects=self._load,
             attributes=self._attributes,
         )
+        self.note_attributes()  # from here on, what changes is training's
         if not is_same:
             self._differs(num_batches, chain.num_batches)
         iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))

@@ -63,8 +63,9 @@ class BatchRecord:
 
     Args:
         name: What identifies the run and the rank on this machine.
-        is_new: Whether nothing that is there counts.
-        life: 32 characters, others each time that the run starts from the beginning: what is there is forgotten then.
+        is_new: Whether existing lines are dropped.
+        life: An identifier of 32 characters that is new each time the run starts from the beginning. Lines of another
+            one are dropped.
         sources: A number for each source file of the user's, by path, that differs if the file is changed.
 
     Raises:
@@ -108,6 +109,13 @@ class BatchRecord:
         checksum = crc32(_VALUES.pack(self._num_written, *line))
         _LINE.pack_into(self._memory, at, self._num_written, *line, checksum)
         self._num_written += 1
+
+    def forget(self) -> None:
+        """Forget the lines of this process: they are of a run that is not repeated."""
+        for at in range(_HEADER_BYTES, len(self._memory), _LINE.size):
+            _, *values, _ = _LINE.unpack_from(self._memory, at)
+            if BatchLine(*values).process == self.process:
+                self._memory[at : at + _LINE.size] = bytes(_LINE.size)
 
     def clear(self) -> None:
         """Forget the lines of all batches."""

@@ -226,7 +226,8 @@ class AnySession(ABC):
             closing.callback(self._beginning.close)
             closing.callback(self._close_own)
             if self._repetition is not None:
-                closing.callback(self._repetition.close, is_finished=self._has_finished)
+                is_refused = self.stopping.is_refused
+                closing.callback(self._repetition.close, is_finished=self._has_finished, is_refused=is_refused)
             closing.callback(self._files.put_back)
             closing.callback(self.loaders.put_back)
             closing.callback(self.loaders.release_workers)
@@ -236,12 +237,12 @@ class AnySession(ABC):
     def _note_batches(self, proving: Proving | None, *, is_on: Callable[[], bool] = lambda: True) -> list[str]:
         """Note each batch from now on, and compare those that an earlier process has run, too.
 
-        Returns:
-            What an earlier process was without: source files that have changed since.
-
         Args:
             proving: Takes what is repeated, if an earlier process of the run is continued.
             is_on: Says whether the run itself is in progress, and not a finder in the middle of it.
+
+        Returns:
+            A line that names the source files of the user's that have changed since the last process, if any.
         """
         if self._replay is None and DRILL_VARIABLE not in os.environ:  # a drill compares its ledgers
             place, patches = self._beginning.place, self._patches

@@ -305,7 +305,7 @@ class Boundary:
         Nothing is saved if parameters have moved since the last capture: the last autosave is still correct.
         """
         self._pace.is_ending = True
-        if self._ranks.num_ranks > 1:  # the others may be anywhere
+        if self._ranks.num_ranks > 1 or self._stopping.refusal is not None:  # the others may be anywhere
             return False
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))

@@ -17,7 +17,7 @@ from lightning_faulttolerant.trainer.resume.report import ResumeReport
 
 _MAX_REASONS = 3
 _UNITS = (("s", 1, 120), ("min", 60, 7_200), ("h", 3_600, 172_800), ("days", 86_400, float("inf")))
-"""For each unit, its seconds, and how many seconds are told in it at most."""
+"""For each unit, its seconds, and the largest number of seconds shown in it."""
 
 _package = logging.getLogger("lightning_faulttolerant")
 

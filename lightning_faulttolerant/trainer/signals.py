@@ -32,6 +32,7 @@ REQUEUED_EXIT_CODE = 76
 UNSAVED_EXIT_CODE = 74
 """The exit code of a stopped run that could not write its state: sysexits' "input/output error"."""
 NOT_REPEATED_EXIT_CODE = 77
+_NO_HURRY_SECONDS = 86_400.0
 """The exit code of a run that does not repeat exactly what it did before: sysexits' "permission denied"."""
 
 _STUCK_FETCH_SECONDS = 1.0
@@ -251,6 +252,8 @@ class StopSignals:
             reason: The reason; it may be another rank's.
             seconds: How long the run may take. Default: the grace period, or the time to the announced end if longer.
         """
+        if reason.exit_code == NOT_REPEATED_EXIT_CODE:  # nobody ends this process, and there is nothing to save
+            seconds = _NO_HURRY_SECONDS
         if self.requested is None:
             self.grace.begin(reason, seconds)
             self.requested = reason

@@ -202,7 +202,9 @@ class Stopping:
         self.agreement: Agreement = SoleRank(self.signals)
         self.is_too_late = False
         """Whether the run stops with no time left for a save."""
-        self._refusal: str | None = None
+        self.is_refused = False
+        """Whether a rank has stopped all of them for this reason."""
+        self.refusal: str | None = None
         """Why nothing may be saved: what this rank does not repeat as it was before."""
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
@@ -341,7 +343,7 @@ class Stopping:
 
     def refuse(self, reason: str) -> None:
         """Stop all ranks at the next boundary, because this one does not repeat what it did before."""
-        self._refusal = reason
+        self.refusal = reason
         self.signals.note(StopReason(name="a batch that is not repeated", exit_code=NOT_REPEATED_EXIT_CODE))
 
     def stop_if_refused(self) -> None:
@@ -350,9 +352,10 @@ class Stopping:
         Raises:
             NotRepeatedError: If one does not.
         """
-        for rank, reason in enumerate(self._ranks.to_all("what is not repeated", self._refusal)):
+        for rank, reason in enumerate(self._ranks.to_all("what is not repeated", self.refusal)):
             if reason is not None:
-                if self._refusal is None:
+                self.is_refused = True
+                if self.refusal is None:
                     _log.error("This rank stops, because rank %d does not repeat exactly what it did before.", rank)
                 self.end_together()
                 raise NotRepeatedError(NOT_REPEATED_EXIT_CODE, reason)

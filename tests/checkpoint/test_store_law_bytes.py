@@ -70,12 +70,10 @@ def test_each_change_is_detected_or_harmless(
     tmp_path: Path, read: Callable[[Path], Any], damage: Callable[[bytes, bytes], Changes], every: int
 ) -> None:
     """Verifying and loading refuse the same changes: all but those after which the content is as it was saved."""
-    path, (sound, other) = (
-        tmp_path / "a.ckpt",
-        (
-            Path(AutosaveSeries(tmp_path / name).save(content, epoch=0, batch=1, global_step=1)).read_bytes()
-            for name, content in (("series", CONTENT), ("other", CHANGED))
-        ),
+    path = tmp_path / "a.ckpt"
+    sound, other = (
+        Path(AutosaveSeries(tmp_path / name).save(content, epoch=0, batch=1, global_step=1)).read_bytes()
+        for name, content in (("series", CONTENT), ("other", CHANGED))
     )
     num_refused = num_changes = 0
     for number, data in enumerate(damage(sound, other)):

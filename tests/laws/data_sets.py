@@ -118,18 +118,17 @@ class TransformedDataset(NoisyDataset):
 
 
 class PythonShuffle(Sampler[int]):
-    """Shuffles with Python's global generator, or with its own."""
+    """Shuffles with Python's global generator."""
 
-    def __init__(self, length: int = 32, rng: random.Random | None = None) -> None:
+    def __init__(self, length: int = 32) -> None:
         self.length = length
-        self.rng = rng
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(self.length))
-        (self.rng or random).shuffle(order)
+        random.shuffle(order)
         return iter(order)
 
 
@@ -276,8 +275,8 @@ class StatefulStream(SizedStream):
 class StatefulSampler(Sampler[int]):
     """Continues where its state says; the order follows from the number of epochs that it has started."""
 
-    def __init__(self, length: int = 32) -> None:
-        self.length = length
+    def __init__(self) -> None:
+        self.length = 32
         self.epoch = self.position = 0
 
     def __len__(self) -> int:

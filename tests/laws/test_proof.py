@@ -27,51 +27,21 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
-from torchmetrics import MeanMetric
 
-from lightning_faulttolerant.trainer.save.run_state import PARTS, Part
+from lightning_faulttolerant.trainer.save.run_state import PARTS
+from tests.damage import cut_file
 from tests.laws.cuts import Cut
 from tests.laws.events import Event
 from tests.laws.ranks import rank_here
 from tests.laws.rows import Group, Net, Row, all_rows, rows_of
 from tests.laws.runs import Training, whole_run
 
-CUT = Cut(at=(1, 3))
+CUT = Cut(at=(1, 1), by=signal.SIGTERM)
 Break = Callable[[], object]
 
 
-class Table:
-    """Has a state."""
-
-    def __init__(self) -> None:
-        self.num_losses = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number."""
-        return {"num_losses": self.num_losses}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the number."""
-        self.num_losses = state_dict["num_losses"]
-
-
-class Full(Net):
-    """Needs each part of the state: metrics, generators, objects, flags, buffers, gradients of an open window."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-        self.table = Table()
-        self.rng = random.Random(3)
-        self.register_buffer("scale", torch.ones(()), persistent=False)
-
-    def loss(self, batch: Tensor) -> Tensor:
-        self.scale += 0.1
-        self.layers[0].bias.requires_grad_(self.global_step < 2)
-        loss = super().loss(batch) * self.scale * self.rng.uniform(0.9, 1.1)
-        self.mean.update(loss.detach())
-        self.table.num_losses += 1
-        return loss
+class TwoSchedulers(Net):
+    """Has a scheduler that looks at the loss, too."""
 
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
@@ -79,29 +49,10 @@ class Full(Net):
         return [found["optimizer"]], [found["lr_scheduler"], {"scheduler": plateau, "monitor": "loss"}]
 
 
-class Keeps(Callback):
-    """Counts batches, and the seconds of this process, in its state; its metric is not there."""
-
-    def __init__(self) -> None:
-        self.num_batches, self.began, self.mean = 0, time.monotonic(), MeanMetric()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.num_batches += 1
-        self.mean.update(self.num_batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_batches": self.num_batches, "seconds": time.monotonic() - self.began, "pid": str(os.getpid())}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num_batches = state_dict["num_batches"]
-
-
-ROW = Row(
-    name="full",
-    module=Full,
-    callbacks=lambda: [EarlyStopping("loss", patience=9), Keeps()],
-    trainer={"accumulate_grad_batches": 2},
-)
+STOPS = Row(name="stops", module=TwoSchedulers, callbacks=lambda: EarlyStopping("loss", patience=9))
+PARTLY = ("Logging", "LoggedMetrics", "Buffers", "Freezes", "Records", "Holding", "HoldsMetric", "accumulation")
+GROUP = Group(rows=(STOPS, *(all_rows()[name] for name in PARTLY)))
+"""Needs each part of the state."""
 
 
 def lost(owner: Any, name: str) -> Break:
@@ -146,13 +97,16 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "callback": (lost(EarlyStopping, "load_state_dict"), r"callbacks.EarlyStopping.*.best_score: "),
     "loops": (lost(_FitLoop, "load_state_dict"), r"loops.epoch_loop.batch_progress.*: \d+ when"),
 }
+for part in [one for one in PARTS if one.read and one.load and one.is_read_back and one.name != "weights"]:
+    unread = lambda part=part: object.__setattr__(part, "load", lambda *_: [])  # noqa: E731
+    BREAKS[f"part {part.name}"] = (unread, rf"(  - |NOT EXACT ){part.name}\.")
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_broken_restore_is_refused(name: str, tmp_path: Path) -> None:
     """The start that resumes names the first value that is not as it was saved; not strict, its report does."""
     break_it, expected = BREAKS[name]
-    training = Training(group=Group(rows=(ROW,)), root=tmp_path)
+    training = Training(group=GROUP, root=tmp_path)
     assert training.start(CUT, run_id="run").codes == [CUT.exit_code]
     training.before = break_it
     refused = training.start(run_id="run")
@@ -161,20 +115,6 @@ def test_broken_restore_is_refused(name: str, tmp_path: Path) -> None:
     accepted = training.start(run_id="run", strict=False).output
     assert "Resumed NOT EXACTLY" in accepted, accepted
     assert re.search(expected, accepted), accepted
-
-
-READ_BACK = [one for one in PARTS if one.read and one.load and one.is_read_back and one.name != "weights"]
-
-
-@pytest.mark.parametrize("part", READ_BACK, ids=lambda part: part.name)
-def test_part_that_is_not_restored_is_named(part: Part, tmp_path: Path) -> None:
-    """The start that resumes without a part names a value of it."""
-    training = Training(group=Group(rows=(ROW,)), root=tmp_path)
-    training.start(Cut(at=(1, 2), by=signal.SIGTERM), run_id="run")
-    training.before = lambda: object.__setattr__(part, "load", lambda *_: [])
-    refused = training.start(run_id="run")
-    assert refused.codes == [1], refused.output
-    assert f"  - {part.name}." in refused.output
 
 
 # Data, code, and arithmetic that are others than before a kill.
@@ -237,10 +177,15 @@ def shuffled(**arguments: Any) -> Callable[[], DataLoader[Any]]:
 
 
 class Edited(Net):
-    """Has a loss and gradients that depend on something outside of the run, and says what time it is."""
+    """Has a loss and gradients that depend on something outside of the run, and says what time it is.
+
+    Its first weights are the same in each process: an evaluation with other weights would be another one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        for one in self.parameters():
+            nn.init.constant_(one, 0.1)
         self.to(torch.bfloat16 if "dtype" in PLACES else None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -250,7 +195,13 @@ class Edited(Net):
 
     def loss(self, batch: Tensor) -> Tensor:
         noise = 1e-6 * os.urandom(1)[0] if "noise" in PLACES else 0.0
-        return super().loss(batch) * float(os.environ.get("SCALE", "1")) + noise + (1.0 if "loss" in PLACES else 0.0)
+        factor = float(os.environ.get("SCALE", "1")) * (2.0 if "loss" in PLACES else 1.0)
+        return super().loss(batch) * factor + noise
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    test_step = predict_step = validation_step
 
     def on_after_backward(self) -> None:
         for one in self.parameters() if "gradients" in PLACES else ():
@@ -282,7 +233,9 @@ class Manual(Edited):
         optimizer.step()
 
 
-SHUFFLED = Row(name="outside", module=Edited, train=shuffled())
+SHUFFLED = Row(
+    name="outside", module=Edited, train=shuffled(), validation=lambda: DataLoader(Outside(), 3, sampler=Order())
+)
 WORKERS = Row(name="workers", train=lambda: shuffled(num_workers=1 if "workers" in PLACES else 2)())
 NOISY = Row(name="noisy", train=rows_of(24, num_workers=2))
 MANUAL = Row(name="manual", module=Manual)
@@ -293,26 +246,6 @@ STREAM = Row(name="stream", train=lambda: DataLoader(Stream(), 4))
 KILLED = Cut(at=(1, 1), every=4)
 
 
-class Evaluated(Edited):
-    """Has the same weights in each process: an evaluation with other weights would be another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for one in self.parameters():
-            nn.init.constant_(one, 0.1)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    test_step = predict_step = validation_step
-
-
-EVALUATED = Row(
-    name="evaluated",
-    module=Evaluated,
-    train=shuffled(),
-    validation=lambda: DataLoader(Outside(), 3, sampler=Order()),
-)
 STOPPED, CAUGHT = (Cut(at=(0, 0), hook="validation", inside=(0, batch), by=signal.SIGTERM) for batch in (1, 6))
 AT_END = replace(CAUGHT, hook="validation end")
 RARELY = {"every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
@@ -337,7 +270,7 @@ def killed(root: Path, row: Row = SHUFFLED, name: str = "fit") -> Training:
 @pytest.mark.parametrize("name", KILLS)
 def test_repeated_batches_are_compared(name: str, tmp_path: Path) -> None:
     """The start after a kill says how many batches it repeats, and that they were identical; the next one has none."""
-    training = killed(tmp_path, EVALUATED, name)
+    training = killed(tmp_path, name=name)
     num, process = {"fit": (11, 1), "test": (6, 2)}.get(name, (4, 2))  # 11 with a validation run
     stopped = training.start(KILLS[name][2], run_id="run")
     assert re.search(rf"\.ckpt \(\d+ s old\): .*; proving on {num} batches", stopped.output), stopped.output
@@ -359,7 +292,7 @@ def test_repeated_batches_are_compared(name: str, tmp_path: Path) -> None:
 )
 def test_other_batch_stops_the_run(name: str, place: str, kind: str, where: str, tmp_path: Path) -> None:
     """A batch or a result that is another one than before the kill ends the run with 77, until that is accepted."""
-    training = killed(tmp_path, EVALUATED, name)
+    training = killed(tmp_path, name=name)
     training.before = see(place)
     process = len(training.starts)
     for _ in range(2):  # it has saved nothing, and compares again
@@ -392,7 +325,7 @@ OTHERS: dict[str, tuple[Row, Break, str]] = {
     "noise in a manual step": (MANUAL, see("gradients"), "repeated.output"),
     "more samples in a stream": (STREAM, see("long"), "repeated.place: batch 6 of epoch 0 .*: batch 0 of epoch 1 then"),
     "order of a sampler": (SHUFFLED, see("seed"), "yields other indices than before batch 4"),
-    "more rows": (SHUFFLED, see("length"), r"dataset.length: 24 when it was saved, 28 now"),
+    "more rows": (Row(name="rows", train=shuffled()), see("length"), r"dataset.length: 24 when it was saved, 28 now"),
     "drop_last": (SHUFFLED, see("drop"), "drop_last: False when it was saved, True now"),
     "split without a seed": (SPLIT, see(), r"dataset.indices: '\[20\] crc .{8}' when (.*\n)*.*Call seed_everything"),
     "scaler": (SCALED, lost(GradScaler, "load_state_dict"), "precision.scale: 64.0 when it was saved, 16.0 now"),
@@ -427,7 +360,7 @@ class Averages(Callback):
         module.log("average", self.average.sum())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average}
+        return {"average": self.average, "seconds": time.monotonic(), "process": str(os.getpid())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "callback" not in PLACES:
@@ -529,12 +462,6 @@ def records() -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob("lightning_faulttolerant-*/*.record"))
 
 
-def damage(training: Training) -> None:
-    """Cut off the end of the newest autosave."""
-    newest = max(training.root.rglob("autosave-*.ckpt"))
-    newest.write_bytes(newest.read_bytes()[:-1000])
-
-
 def no_space(*_: Any) -> None:
     """Do what the system does if a disk is full."""
     raise OSError(errno.ENOSPC, "no space")
@@ -557,9 +484,11 @@ def later(break_it: Break) -> Callable[[Training], object]:
 IDENTICAL = "{} repeated batches were identical to those of process 1"
 EVENTS: dict[str, tuple[Callable[[Training], object], str]] = {
     "a kill in the middle of the repetition": (
-        lambda training: training.start(Cut(at=(0, 5), every=4), run_id="run"), IDENTICAL.format(5)
+        lambda training: training.start(Cut(at=(0, 5), every=4), run_id="run"), IDENTICAL.format(11)
     ),
-    "a damaged autosave": (damage, IDENTICAL.format(9)),
+    "a damaged autosave": (
+        lambda training: cut_file(max(training.root.rglob("autosave-*.ckpt"))), IDENTICAL.format(15)
+    ),
     "another machine": (lambda training: [one.unlink() for one in records()], "; no batch to compare"),
     "a full disk": (later(lambda: setattr(os, "posix_fallocate", no_space)), "Batches are not noted, .* no space"),
     "an earlier life of the run": (live_again, "; no batch to compare"),
@@ -605,15 +534,37 @@ def test_edit_is_named(tmp_path: Path) -> None:
     assert f"these files have changed since: {module}" in stopped
 
 
+class Fails(Callback):
+    """Raises after the second batch, which has another loss."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        os.environ["SCALE"] = "1.5" if batch_idx else "1"
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            raise ValueError("of the user")
+
+
+def test_exception_after_a_difference_is_not_hidden(tmp_path: Path) -> None:
+    """An exception that comes before the next boundary ends the process, in the middle of an accumulation window."""
+    group = Group(rows=(replace(SHUFFLED, trainer={"accumulate_grad_batches": 4}, options={"overhead_budget": 1.0}),))
+    training = Training(group=group, root=tmp_path)
+    training.start(Cut(at=(1, 3)), run_id="run")
+    training.more = lambda: [Fails()]
+    start = training.start(run_id="run")
+    assert start.codes == [1], start.output
+    assert "repeated.output" in start.output
+    assert "ValueError: of the user" in start.output
+
+
 def test_fit_that_ends_earlier_says_so(tmp_path: Path) -> None:
     """A fit that ends before it has repeated all batches says how many are left, and that the others were identical."""
-    training = Training(group=Group(rows=(Row(name="short", train=lambda: DataLoader(Stream(), 4)),)), root=tmp_path)
-    training.before = see("long")
+    training = Training(group=Group(rows=(STREAM,)), root=tmp_path, before=see("long"))
     training.start(Cut(at=(1, 6), hook="step", every=4), run_id="run")
     training.before = None
     start = training.start(run_id="run")
     assert "1 repeated batch was identical to those of process 1" in start.output, start.output
-    assert "The fit ends earlier than before; batches that it does not repeat: 1." in start.output
+    assert "This is another run: batches that process 1 has run, and this process has not: 1." in start.output
 
 
 RANKS = Row(name="ranks", warns=("Using `DistributedSampler` with", "It is recommended to use `self.log"))
@@ -639,7 +590,7 @@ def test_no_false_alarm_on_ranks(names: tuple[str, ...], tmp_path: Path) -> None
 def test_ranks_stop_together(stage: str, cut: Cut, tmp_path: Path) -> None:
     """A batch that is another one on one rank stops all of them at a boundary, and nothing is saved before."""
     options = {"every_n_train_steps": cut.every} if stage == "fit" else RARELY
-    training = Training(group=Group(rows=(RANKS, EVALUATED)), root=tmp_path, num_ranks=2, stage=stage)
+    training = Training(group=Group(rows=(RANKS, SHUFFLED)), root=tmp_path, num_ranks=2, stage=stage)
     training.start(cut, run_id="run", **options)
     training.before = lambda: PLACES.update({"loss"} if rank_here() else ())
     for _ in range(2):  # it has saved nothing, and compares again
@@ -647,3 +598,5 @@ def test_ranks_stop_together(stage: str, cut: Cut, tmp_path: Path) -> None:
         assert start.codes == [77, 77], start.output
         assert start.output.count("repeated.output: batch ") == 1, start.output
         assert "This rank stops, because rank 1 does not repeat exactly" in start.output, start.output
+    training.before = None
+    assert training.start(run_id="run", **options).codes == [0, 0], training.starts[-1].output

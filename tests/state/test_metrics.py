@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import (
-    BinaryAccuracy,
-    BinaryAUROC,
-    BinaryAveragePrecision,
-    BinaryF1Score,
-)
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
 
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from tests.state.objects.round_trips import through_a_file
@@ -27,23 +22,6 @@ def test_metric_that_is_gone_is_named() -> None:
     saved["kept"].update(torch.tensor(0.1, dtype=torch.float64))
     assert load_metrics(fresh, metrics_state(saved)) == ["gone"]
     assert (fresh["kept"].compute().dtype, fresh["kept"].compute()) == (torch.float64, saved["kept"].compute())
-
-
-def test_groups_are_those_of_the_first_update() -> None:
-    """Metrics that were merged into a group because their states were equal stay merged, and the others separate."""
-
-    def make() -> nn.ModuleDict:
-        names = {"low": BinaryAccuracy(0.4), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.4)}
-        return nn.ModuleDict({"collection": MetricCollection(names)})
-
-    saved, fresh = make(), make()
-    # In this batch both thresholds have the same result: from here on torchmetrics takes the two for one.
-    saved["collection"].update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
-    assert load_metrics(fresh, through_a_file(metrics_state(saved))) == []
-    assert fresh["collection"].compute_groups == saved["collection"].compute_groups == {0: ["f1", "high", "low"]}
-    for module in (saved, fresh):
-        module["collection"].update(torch.tensor([0.5, 0.5]), torch.tensor([0, 1]))
-    assert fresh["collection"].compute() == saved["collection"].compute()
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -24,9 +24,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    def let_look_on(self, stop: StopSignals, seconds: float = 10.0) -> None:
-        """Look eight times a second."""
-        for _ in range(int(seconds * 8)):
+    def let_look_on(self, stop: StopSignals) -> None:
+        """Look eight times a second, for ten seconds."""
+        for _ in range(80):
             stop.look()
             self.now += 0.125
 

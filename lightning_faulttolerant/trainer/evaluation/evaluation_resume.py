@@ -24,10 +24,12 @@ from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar,
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.saving import (
     DEALT,
+    GRADIENTS,
     PREDICTIONS,
     PROGRESS,
     RETURNED,
     SUMS,
+    WEIGHTS,
     Dealing,
     Predictions,
     states_after,
@@ -98,7 +100,7 @@ class OtherRanks:
         datasets = [_datasets(state.get(FINGERPRINT, part["fingerprint"]["loaders"])) for state in states]
         if any(of != lengths[0] for of in lengths) or any(of != datasets[0] for of in datasets):
             yield "its ranks had different data"
-        if any({"weights", "gradients"} & state.keys() for state in states):
+        if any({WEIGHTS, GRADIENTS} & state.keys() for state in states):
             yield "it has changed weights, buffers, or gradients"
         loaders = states[0]["loaders"]
         if loaders["own"] or loaders["left"] or any("dataset" in state for state in loaders["places"].values()):
@@ -263,7 +265,8 @@ class EvaluationResume:
         self._patches = patches
         self._report: ResumeReport | None = None
         self._reasons: tuple[str, ...] = ()
-        self._notes: list[str] = []
+        self.notes: list[str] = []
+        """Lines for the report that are worth knowing."""
 
     @property
     def report(self) -> ResumeReport | None:
@@ -309,7 +312,7 @@ class EvaluationResume:
     def put_back_splits(self) -> None:
         """Restore the splits that the script drew before the first start. `why_other_data` says if that fails."""
         saved = self._saved.state.get(OBJECTS) or {}
-        self._notes, lost = self._run_state.objects.splits.put_back(saved.get(SPLITS, ()))
+        self.notes, lost = self._run_state.objects.splits.put_back(saved.get(SPLITS, ()))
         self._comparison.take_drawn(lost)
 
     def expect_loaders(self) -> None:
@@ -402,7 +405,7 @@ class EvaluationResume:
             restored=tuple(TITLES[name] for name in TITLES if name in self._saved.state),
             objects=objects,
             inherited=tuple(self._saved.part.get(NOT_EXACT, ())),
-            notes=(*self._notes, *self._run_state.objects.notes),
+            notes=(*self.notes, *self._run_state.objects.notes),
             seconds=time.monotonic() - self._saved.began,
         )
         changed = list(differences(self._saved.part["surroundings"], surroundings(self._trainer)))

@@ -293,10 +293,11 @@ class EvaluationSession(AnySession):
         self._notes_fetches = notes_fetches
 
     def _around_run_start(self, original: Method) -> None:
-        self._note_batches(None if self._resume is None else self._resume.proving)
+        edits = self._note_batches(None if self._resume is None else self._resume.proving)
         if self._resume is None:
             original()
         else:
+            self._resume.notes += edits
             self._resume.restore()
         self._note_start()
         if self._beginning.ranks.num_ranks > 1 and self._begun is not None:

@@ -55,22 +55,27 @@ class ParamGroups:
         """Return the parameters of all groups, in order, and whether the groups are others than at the start."""
         return {"names": self._names(), "is_changed": held_by_groups(self._trainer) != self._first}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the optimizers' groups, if the state has them. Lightning loads the settings of each group.
 
         A set of parameters may have another order in each process.
 
+        Returns:
+            A line for each optimizer whose parameters this process had put into other groups.
+
         Raises:
             NotExactError: If a group had a tensor that is not a parameter of the module.
         """
-        own, saved = self._names(), state.get("names", ())
+        own, saved, lines = self._names(), state.get("names", ()), list[str]()
         if len(saved) != len(own):
-            return
+            return lines
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for number, (optimizer, groups, now) in enumerate(zip(self._trainer.optimizers, saved, own, strict=True)):
             is_other = sorted(chain(*groups)) != sorted(chain(*now))
             if groups == now or (is_other and not state["is_changed"]):  # a callback has done it, or the script changed
                 continue
+            if not state["is_changed"] and list(map(sorted, groups)) != list(map(sorted, now)):
+                lines.append(f"optimizer {number}: its parameters are in the groups in which they were saved")
             unknown = [name for group in groups for name in group if name not in parameters]
             if unknown:
                 raise NotExactError(
@@ -83,6 +88,7 @@ class ParamGroups:
                 group["params"][:] = [parameters[name] for name in names]
             for names in groups[len(optimizer.param_groups) :]:
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
+        return lines
 
     def _names(self) -> NamesOfGroups:
         names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}

@@ -11,6 +11,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, final
 
 from lightning.pytorch import Callback, Trainer
@@ -28,7 +29,7 @@ from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.resume.report import Proof
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, accepting, names_in
-from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.run_state import ReadBack, RunState
 from lightning_faulttolerant.trainer.steps.repetition import Repetition
 
 Leaves = dict[str, object]
@@ -38,6 +39,7 @@ _NUMBERS = (bool, int, type(None))
 _PLAIN = (*_NUMBERS, float, complex, bytes)
 _SHOWN_CHARACTERS = 80
 _FEW, _MANY = 3, 8
+_MAX_HELD = 8  # batches
 _VALIDATION_LOOP = ".val_loop."  # its counters begin again with each validation run
 
 
@@ -143,6 +145,10 @@ def not_read_back(lines: Sequence[str], *, path: str) -> NotExactError:
     )
 
 
+def _live(values: ReadBack) -> object:
+    return values()[1]
+
+
 @final
 class Proving:
     """Compares the live objects of a run with the checkpoint that they were restored from, and then its batches.
@@ -170,7 +176,6 @@ class Proving:
             has_workers=self._has_workers,
             num_to_repeat=self._num_to_repeat,
             num_repeated=0 if repetition is None else repetition.num_repeated,
-            repeats_process=0 if repetition is None else repetition.repeats_process,
         )
 
     def repeat(self, repetition: Repetition) -> None:
@@ -189,13 +194,16 @@ class Proving:
             changed: The versions, devices, and threads that are others than those of that process.
         """
         self.changed_arithmetic = changed
-        last = 0
         if self._repetition is not None and position is not None:
-            self._num_to_repeat, last = self._repetition.begin(position, is_exact=is_exact)
-        self._repeats_until = max(ranks.to_all("batches to repeat", last))
+            self._num_to_repeat = self._repetition.begin(position, is_exact=is_exact)
+        most = min(max(ranks.to_all("batches to repeat", self._num_to_repeat)), _MAX_HELD)
+        self._repeats_until = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready + most
 
     def holds_saves(self) -> bool:
-        """Return whether autosaves wait: a state of a run that turns out to be another one would take its place."""
+        """Return whether autosaves wait: most differences show in the first batches, and no state of another run stays.
+
+        They don't wait for more: a process may live shorter than it takes to repeat all batches.
+        """
         return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < self._repeats_until
 
     def note(self, checkpoint: Mapping[str, Any], *, rewritten: Collection[str]) -> None:
@@ -244,10 +252,10 @@ class Proving:
         found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
         places = saved.get("loaders", {}).get("places", {}).values()
         self._has_workers = any(place.get("workers") for place in places)
-        for part in run_state.read_back(position, saved):
-            then, now = part.values()
+        for part, values in run_state.read_back(position, saved):
+            then, now = values()
             leaves = dict(leaves_of(then, part.name, without=part.derived))
-            found += self._compared(leaves, part.live, part.name, now)
+            found += self._compared(leaves, partial(_live, values), part.name, now)
         return [one for one in found if not any(is_at(one.path, path) for path in without)]
 
     def _only_parameters(self, weights: Leaves) -> Leaves:

@@ -47,7 +47,7 @@ def repetition_of(
         proving: Takes what is repeated, if an earlier process of the run is continued.
         stopping: Stops the run if a batch differs.
         patches: Undoes what it replaces.
-        life: What a run that starts from the beginning has anew.
+        life: An identifier that is new each time the run starts from the beginning.
         is_on: Says whether the run itself is in progress, and not a finder in the middle of it.
     """
     function, rank = function_of(trainer), trainer.global_rank
@@ -76,7 +76,7 @@ def _end(
         if num:
             tell(f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}")
         if left := repetition.num_left:
-            _log.warning("The fit ends earlier than before; batches that it does not repeat: %s.", left)
+            _log.warning("This is another run: batches that %s has run, and this process has not: %d.", process, left)
         return True
     assert proving is not None  # or there would be no batch to compare with
     settings = [*proving.changed_arithmetic, *nondeterministic(trainer)]

@@ -36,14 +36,12 @@ class Proof:
             their first batch.
         num_to_repeat: How many batches an earlier process has run from here on.
         num_repeated: How many of them this process has run, too, with the same samples and results.
-        repeats_process: The number of that process on this machine.
     """
 
     num_read_back: int = 0
     has_workers: bool = False
     num_to_repeat: int = 0
     num_repeated: int = 0
-    repeats_process: int = 0
 
     def __str__(self) -> str:
         if not self.num_read_back:

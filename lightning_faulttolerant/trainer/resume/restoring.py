@@ -220,7 +220,7 @@ class Restoring:
             )
             if self.resume is not None:
                 self.resume.admit(own.replaced.why_not_exact(self.resume.saved(REPLACED)))
-                own.groups.load_state_dict(self.resume.saved(GROUPS))
+                self.resume.notes += own.groups.load_state_dict(self.resume.saved(GROUPS))
         if self.resume is None or changes is None:
             original()
         else:

@@ -52,7 +52,7 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     warn_late,
 )
 from lightning_faulttolerant.trainer.save.capture import put_instead
-from lightning_faulttolerant.trainer.save.run_state import PARTS, TITLES, RunState
+from lightning_faulttolerant.trainer.save.run_state import OF_RUN, PARTS, TITLES, RunState
 from lightning_faulttolerant.trainer.settings import Options
 
 
@@ -159,7 +159,9 @@ class Resume:
             self._differences.of_settings.not_exact += texts
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
-            self._content.state = state_of(part, self._differences.ranks.rank, checkpoint)
+            of_run = {name: one for name, one in state_of(part, 0, checkpoint).items() if name in OF_RUN}
+            # A rank may have saved alone.
+            self._content.state = state_of(part, self._differences.ranks.rank, checkpoint) or of_run
         else:
             self._redistribute(part, checkpoint, position)
         if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict

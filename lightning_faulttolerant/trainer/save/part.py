@@ -61,6 +61,13 @@ class Part:
     derived: frozenset[str] = frozenset()
     is_read_back: bool = True
 
+    def compared(self, run: Any, at: Moment, saved: Any) -> tuple[object, object]:
+        """Return its value in a checkpoint and the live one, in a form in which equal values are equal."""
+        if self.compare is not None:
+            return self.compare(run, at, saved)
+        assert self.read is not None
+        return saved, self.read(run, at)
+
 
 def for_other_ranks(parts: Iterable[Part], first: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of one rank of a different number of ranks.

@@ -6,7 +6,6 @@ Gradients are part of the state at a boundary if they outlive their step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -80,23 +79,8 @@ VALIDATION_RUN = "validation"
 """The part of a checkpoint from inside a validation run, or from an evaluation."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBack:
-    """One part of a state that was restored, to compare with the live objects.
-
-    Args:
-        name: Its key in a checkpoint.
-        derived: The keys in it that depend on the process.
-        values: Returns its value in a checkpoint, and the same read from the live objects.
-    """
-
-    name: str
-    derived: frozenset[str]
-    values: Callable[[], tuple[object, object]]
-
-    def live(self) -> object:
-        """Return its live value."""
-        return self.values()[1]
+ReadBack = Callable[[], tuple[object, object]]
+"""Returns the value of a part in a checkpoint, and the same read from the live objects."""
 
 
 class RunState:
@@ -232,8 +216,8 @@ class RunState:
                 missing += [f"{part.title}: nothing to restore {one!r} into" for one in lost] if part.title else lost
         return missing
 
-    def read_back(self, position: TrainerPosition, state: Mapping[str, Any]) -> Iterator[ReadBack]:
-        """Yield each part in `state` that a resume has restored from it.
+    def read_back(self, position: TrainerPosition, state: Mapping[str, Any]) -> Iterator[tuple[Part, ReadBack]]:
+        """Yield each part in `state` that a resume has restored from it, and what reads both of its values.
 
         Args:
             position: Where it was taken.
@@ -243,8 +227,7 @@ class RunState:
         at = self._moment(position, strict=False)
         for part in PARTS:
             if part.name in state and part.read is not None and part.is_read_back and part.when(at):
-                compare = part.compare or partial(_as_read, part.read)
-                yield ReadBack(part.name, part.derived, partial(compare, self, at, state[part.name]))
+                yield part, partial(part.compared, self, at, state[part.name])
 
 
 def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
@@ -255,12 +238,6 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
         number = sum(key.partition("#")[0] == name for key in named)
         named[f"{name}#{number}"] = callback
     return named
-
-
-def _as_read(
-    read: Callable[[RunState, Moment], object], run: RunState, at: Moment, saved: object
-) -> tuple[object, object]:
-    return saved, read(run, at)
 
 
 def _loaders_state(run: RunState, at: Moment) -> dict[str, object]:
@@ -337,9 +314,9 @@ def _in_evaluations(at: Moment) -> bool:
     return not at.is_fit
 
 
-def _of_fit(name: str) -> Part:
-    """Return a part of a fit that is restored before Lightning's, or when the fit begins."""
-    return Part(name, "", lambda run, at: run.own[name](), when=_in_fits, is_read_back=False)
+def _own(name: str, *, is_of_fits: bool) -> Part:
+    """Return a part that only fits have, and that is restored before Lightning's, or that only evaluations have."""
+    return Part(name, "", lambda run, at: run.own[name](), when=lambda at: at.is_fit == is_of_fits, is_read_back=False)
 
 
 def _of_trainer(name: str, title: str, read: Any, load: Any, **more: Any) -> Part:
@@ -356,6 +333,9 @@ def _of_module(name: str, title: str, read: Any, load: Any, **more: Any) -> Part
 _WAY_OF_A_LOADER = frozenset(
     ("recent", "digests", "log", "handed_out", "num_samples", "fetched", "ahead", "objects", "now", "had_workers")
 )
+
+OF_RUN = (GROUPS, REPLACED, GROWN, CREATED, BUCKETS, SKIPPED)
+"""The parts that are of the run, and not of one rank."""
 
 PARTS = (
     Part("rng", "random generators", lambda *_: rng_state(), lambda _, one: set_rng_state(one), for_others=MERGED),
@@ -409,7 +389,7 @@ PARTS = (
         when=lambda at: at.where == VALIDATION_END,
         is_read_back=False,
     ),
-    *map(_of_fit, (GROUPS, REPLACED, GROWN, CREATED, BUCKETS, SKIPPED)),
+    *(_own(name, is_of_fits=True) for name in OF_RUN),
     # What only `validate`, `test`, and `predict` have.
     Part(
         WEIGHTS,
@@ -419,7 +399,7 @@ PARTS = (
         when=_in_evaluations,
         compare=lambda run, at, saved: (saved, run.module.state_dict()),
     ),
-    Part(SUMS, "", lambda run, at: run.own[SUMS](), when=_in_evaluations, is_read_back=False),
+    _own(SUMS, is_of_fits=False),
     Part(DEALT, "", _dealt_state, when=_in_evaluations, for_others=MERGED, is_read_back=False),
     # What is known only when the checkpoint is written.
     *(Part(name, "", None) for name in (PROGRESS, RETURNED, SCHEDULERS)),

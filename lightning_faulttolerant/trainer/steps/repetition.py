@@ -137,6 +137,7 @@ class Repetition:
         self._is_on = is_on
         self._on_end = on_end
         self._is_refused = False
+        self._last = 0
         self._known: dict[tuple[int, ...], BatchLine] = {}
         """The lines of batches that are still to be repeated, by place."""
         # They stay the same objects, and the trainer's properties take longer to ask.
@@ -171,11 +172,8 @@ class Repetition:
         """How many batches of earlier processes are still to be repeated."""
         return len(self._known)
 
-    def begin(self, position: TrainerPosition, *, is_exact: bool) -> tuple[int, int]:
-        """Begin with the next batch.
-
-        Returns:
-            How many batches an earlier process has run from here on, and the number of the last one.
+    def begin(self, position: TrainerPosition, *, is_exact: bool) -> int:
+        """Begin with the next batch. Return how many batches an earlier process has run from here on.
 
         Args:
             position: Where the state was taken.
@@ -190,19 +188,26 @@ class Repetition:
         for loop in (self._training, self._evaluation):
             loop.find_trackers()
             loop.order()  # from here on, what moves counts
-        return len(self._known), max((one.number for one in self._known.values()), default=0)
+        self._last = max((one.number for one in self._known.values()), default=0)
+        return len(self._known)
 
-    def close(self, *, is_finished: bool) -> None:
-        """Read what is still to come from the device, and close the record."""
+    def close(self, *, is_finished: bool, is_refused: bool) -> None:
+        """Read what is still to come from the device, and close the record.
+
+        Args:
+            is_finished: Whether the run is finished.
+            is_refused: Whether a rank does not repeat what it did before: then no batch of this process counts.
+        """
         self._known = {}
         with contextlib.suppress(RuntimeError):  # the device may be lost
             self.read_arrived()
+        if is_refused:
+            self._record.forget()
         self._record.close(is_finished=is_finished)
 
     def _around_end(self, original: Method) -> None:
         self.read_arrived()
-        if self._known:
-            self._on_end(self, None)
+        self._end_known()
         original()
 
     # Called for each batch: after a step, each function and each attribute costs more than its work.
@@ -239,7 +244,9 @@ class Repetition:
             self._evaluated, batch = 0, batch - 1
         self._noted, (loader, order, content), self._fetched = number, self._fetched, _NOTHING
         place = (number, self._epochs.completed, batch, self._evaluated, loader, self._process, order, content)
-        returned = [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(number)
+        returned = (
+            [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(number + self._evaluated)
+        )
         for tensor in returned:
             if not tensor.is_cpu:
                 self._pending.append((*_on_the_way(returned), place))
@@ -269,6 +276,8 @@ class Repetition:
         """Compare a batch with the same one of an earlier process, and write its line."""
         if self._is_refused:  # the lines of the earlier process stay
             return
+        if line.number > self._last:
+            self._end_known()
         before = self._known.pop(line.place, None) or self._elsewhere(line) if self._known else None
         if before is not None:
             self.repeats_process = before.process
@@ -286,6 +295,12 @@ class Repetition:
                 self._is_refused = True
                 return
         self._record.write(line)
+
+    def _end_known(self) -> None:
+        """Say how many batches of earlier processes did not come."""
+        if self._known and not self._is_refused:
+            self._on_end(self, None)
+        self._known = {}
 
     def _elsewhere(self, line: BatchLine) -> BatchLine | None:
         """Return the line of an earlier process that has this number, but another place."""

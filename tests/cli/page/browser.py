@@ -39,10 +39,10 @@ class Browser:
         """End the browser and its driver."""
         self.driver.quit()
 
-    def open(self, path, *, width=WIDE, scheme="light", scale=1):
+    def open(self, path, *, width=WIDE, scheme="light"):
         """Show a page from a file."""
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        screen = {"width": width, "height": 900, "deviceScaleFactor": scale, "mobile": width == PHONE}
+        screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
         self.command("Emulation.setDeviceMetricsOverride", **screen)
         self.driver.get(path.as_uri())
 

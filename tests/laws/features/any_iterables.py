@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import random
 import threading
@@ -276,9 +277,13 @@ iterable(LivesOn, ranks=False)  # Lightning refuses its batch sampler
 
 
 class Scaled(DataLoader[Any]):
-    """Has a factor behind a property."""
+    """Has a factor behind a property, and knows its process."""
 
     _scale = 1.0
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.process = os.getpid()
 
     @property
     def scale(self) -> float:
@@ -300,6 +305,7 @@ class Scales(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         [loader] = of_kind(trainer.train_dataloader, Scaled)
         loader.scale += 0.25
+        assert loader.process == os.getpid()
 
 
 add(
