@@ -283,9 +283,10 @@ def _check_records(
         _demand(file.tell() == record.header_offset, f"there is a gap before record {record.filename}")
         _check_central_entry(record)
         _check_local_header(file, record)
-        if without is not None and record.filename.split("/", 1)[-1] == f"data/{without}":
+        name = record.filename.split("/", 1)[-1]
+        if without is not None and name == f"data/{without}":
             file.seek(record.file_size, os.SEEK_CUR)
-        elif later is not None and checksums and _holds_values(record) and record.file_size >= _LARGE_BYTES:
+        elif later is not None and checksums and name.startswith("data/") and record.file_size >= _LARGE_BYTES:
             later.append(_content(record, offset=file.tell()))
             file.seek(record.file_size, os.SEEK_CUR)
         else:
@@ -334,10 +335,6 @@ def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) 
 
 def _content(record: zipfile.ZipInfo, *, offset: int) -> RecordContent:
     return RecordContent(name=record.filename, offset=offset, num_bytes=record.file_size, crc32=record.CRC)
-
-
-def _holds_values(record: zipfile.ZipInfo) -> bool:
-    return record.filename.split("/", 1)[-1].startswith("data/")
 
 
 def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: int) -> None:

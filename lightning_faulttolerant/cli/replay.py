@@ -96,16 +96,6 @@ def compare(
     return Compared(num_steps=min((one.num_steps for one in found), default=0), difference=first)
 
 
-def steps_of(replay: str, *, fit: int) -> list[Event]:
-    """Return the training steps in the ledger of a replay, on rank 0.
-
-    Args:
-        replay: The ledger.
-        fit: The number of the fit that was replayed.
-    """
-    return [event for event in _read(replay, 0).batches if event.fit == fit]
-
-
 def _read(path: str, rank: int) -> RankOfRun:
     return join(rank, [read_lines(ledger.path_of_rank(path, rank))])
 
@@ -425,7 +415,8 @@ def _result(request: ReplayRequest, code: int) -> int:
     compared = None
     if can_be_compared:
         compared = compare(str(start.ledger), request.ledger, fit=request.fit, ranks=ranks, before=first)
-    for line in lines_of(request, start, outcome, steps_of(request.ledger, fit=request.fit), compared):
+    steps = [event for event in _read(request.ledger, 0).batches if event.fit == request.fit]
+    for line in lines_of(request, start, outcome, steps, compared):
         print(safe(line))
     if compared is not None and compared.difference is not None:
         return _DIFFERS

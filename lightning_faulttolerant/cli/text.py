@@ -86,7 +86,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
     """
     cells = [list(header), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    room = _terminal_width() - indent - sum(widths[1:]) - len(_GAP) * (len(header) - 1)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    room = width - indent - sum(widths[1:]) - len(_GAP) * (len(header) - 1)
     widths[0] = min(widths[0], max(room, len(header[0]), 16))
     for row in cells:
         row[0] = _shortened(row[0], widths[0])
@@ -96,10 +97,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         for name, cell, width in zip(header, row, widths, strict=True)
     )
     return [" " * indent + _GAP.join(line).rstrip() for line in zip(*[padded] * len(header), strict=True)]
-
-
-def _terminal_width() -> int:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def _shortened(text: str, width: int) -> str:

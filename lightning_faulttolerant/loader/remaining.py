@@ -164,7 +164,8 @@ def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
-    is_dealt = type(inner) is DistributedSampler or _is_dealt(inner)
+    is_ours = is_interruptible(inner) and inner.kind == "distributed" and not inner.deal().begin
+    is_dealt = type(inner) is DistributedSampler or is_ours
     if is_dealt:
         if (inner.rank, inner.num_replicas) != (rank, num_ranks):
             return None
@@ -177,11 +178,6 @@ def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
         drop_last=batched is not None and batched.drop_last,
         cuts=is_dealt and inner.drop_last,
     )
-
-
-def _is_dealt(sampler: Any) -> bool:
-    """Return whether `sampler` is one of this package's that deals samples and has its epoch from the beginning."""
-    return is_interruptible(sampler) and sampler.kind == "distributed" and not sampler.deal().begin
 
 
 def _is_one_pass(sampler: Any) -> bool:

@@ -75,10 +75,6 @@ class Batches:
             return list(self.full[position].tolist())
         return list(self.rest[position - len(self.full)])
 
-    def only_full(self, batch_size: int) -> Batches:
-        """Return the batches that have `batch_size` samples."""
-        return Batches(self.full, [batch for batch in self.rest if len(batch) == batch_size])
-
     def samples(self, num_batches: int) -> torch.Tensor:
         """Return the indices of the first `num_batches`, in one int64 tensor."""
         rest = [index for batch in self.rest[: max(0, num_batches - len(self.full))] for index in batch]
@@ -293,7 +289,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
             is_left[consumed] = False
             rest = rest[is_left[rest]]
         found = form_batches(rest, groups, batch_size=self.batch_size, leftover=self.leftover, whole_order=order)
-        return found.only_full(self.batch_size) if self.drop_last else found
+        return Batches(found.full, [one for one in found.rest if len(one) == self.batch_size or not self.drop_last])
 
     def _iterate(self, skip: int) -> Iterator[list[int]]:
         deal = self.deal()

@@ -226,7 +226,7 @@ class AnySession(ABC):
             closing.callback(self._beginning.close)
             closing.callback(self._close_own)
             if self._repetition is not None:
-                is_refused = self.stopping.is_refused
+                is_refused = self.stopping.refusal is not None
                 closing.callback(self._repetition.close, is_finished=self._has_finished, is_refused=is_refused)
             closing.callback(self._files.put_back)
             closing.callback(self.loaders.put_back)
@@ -247,14 +247,7 @@ class AnySession(ABC):
         if self._replay is None and DRILL_VARIABLE not in os.environ:  # a drill compares its ledgers
             place, patches = self._beginning.place, self._patches
             self._repetition = repetition_of(
-                self.trainer,
-                self.loaders,
-                place,
-                proving,
-                self.stopping,
-                patches,
-                life=self._files.mark,
-                is_on=is_on,
+                self.trainer, self.loaders, place, proving, self.stopping, patches, life=self._files.mark, is_on=is_on
             )
         return [] if self._repetition is None else edited(self._repetition)
 

@@ -159,22 +159,13 @@ class Session(AnySession):
         """Begin the fit itself. If a finder ran before, it is done."""
         self.stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
         buckets = Buckets(self.trainer)
-        skipped = SkippedBatches(
-            self.trainer,
-            self.loaders,
-            self._beginning.ranks,
-            self._options.skips,
-            self._beginning.history,
-        )
+        ranks, history = self._beginning.ranks, self._beginning.history
+        skipped = SkippedBatches(self.trainer, self.loaders, ranks, self._options.skips, history)
         skipped.on_skipped = self.listeners.skipped
+        own = {**self._restoring.changes(), BUCKETS: buckets.state_dict, SKIPPED: skipped.state_dict}
+        schedulers = self._restoring.schedulers
         run_state = RunState(
-            self.trainer,
-            self.loaders,
-            self._files,
-            self._registered,
-            self._options,
-            self._restoring.schedulers,
-            own={**self._restoring.changes(), BUCKETS: buckets.state_dict, SKIPPED: skipped.state_dict},
+            self.trainer, self.loaders, self._files, self._registered, self._options, schedulers, own=own
         )
         if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
@@ -187,10 +178,10 @@ class Session(AnySession):
             self._resume.begin(run_state.objects.splits)
             self._reloads.resume_from(self._resume.saved(OBJECTS).get(RELOADS, {}))
             self._resume.admit(buckets.why_not_exact())
-            order = self._beginning.ranks.from_first("buckets", self._resume.saved(BUCKETS))
+            order = ranks.from_first("buckets", self._resume.saved(BUCKETS))
             self._resume.show(buckets.load_state_dict(order))
             self._resume.show(skipped.begin(self._patches, self._resume.saved(SKIPPED), self._resume.position))
-        follow_buffers(self.trainer, self._patches, self._beginning.history.times)
+        follow_buffers(self.trainer, self._patches, history.times)
         self._patches.around(self.trainer.precision_plugin, "on_save_checkpoint", run_state.left_out.note_dump)
         autosaver = self._make_autosaver(run_state)
         self._training = Training(

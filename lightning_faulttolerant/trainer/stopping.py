@@ -202,10 +202,8 @@ class Stopping:
         self.agreement: Agreement = SoleRank(self.signals)
         self.is_too_late = False
         """Whether the run stops with no time left for a save."""
-        self.is_refused = False
-        """Whether a rank has stopped all of them for this reason."""
         self.refusal: str | None = None
-        """Why nothing may be saved: what this rank does not repeat as it was before."""
+        """Why nothing may be saved: what a rank does not repeat as it was before."""
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
         self._patches = Patches()
@@ -354,9 +352,9 @@ class Stopping:
         """
         for rank, reason in enumerate(self._ranks.to_all("what is not repeated", self.refusal)):
             if reason is not None:
-                self.is_refused = True
                 if self.refusal is None:
                     _log.error("This rank stops, because rank %d does not repeat exactly what it did before.", rank)
+                self.refusal = reason
                 self.end_together()
                 raise NotRepeatedError(NOT_REPEATED_EXIT_CODE, reason)
 

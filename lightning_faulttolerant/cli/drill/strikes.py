@@ -252,17 +252,14 @@ def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> li
     """
     found = []
     for process in processes:
-        parts = list(_by_start(map(_place_only, process.lines().get(0, ()))))
+        # Without the compared values: a run may have millions of lines.
+        lines = ({name: line[name] for name in _NEEDED if name in line} for line in process.lines().get(0, ()))
+        parts = list(_by_start(lines))
         found += [
             LedgerStretch(process=process, lines=part, numbers=numbers, index=i, is_last=i == len(parts) - 1)
             for i, part in enumerate(parts)
         ]
     return found
-
-
-def _place_only(line: Line) -> Line:
-    """Return a line without the compared values, since a run may have millions of lines."""
-    return {name: line[name] for name in _NEEDED if name in line}
 
 
 def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:

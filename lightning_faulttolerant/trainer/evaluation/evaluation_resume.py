@@ -97,7 +97,8 @@ class OtherRanks:
             yield "its weights are in shards, and a different number of ranks has other shards"
         yield from (state[DEALT]["reason"] for state in states if state[DEALT]["reason"])
         lengths = [[one["length"] for one in state[DEALT]["loaders"]] for state in states]
-        datasets = [_datasets(state.get(FINGERPRINT, part["fingerprint"]["loaders"])) for state in states]
+        known = [state.get(FINGERPRINT, part["fingerprint"]["loaders"]) for state in states]
+        datasets = [{place: of.get("dataset") for place, of in own.items()} for own in known]
         if any(of != lengths[0] for of in lengths) or any(of != datasets[0] for of in datasets):
             yield "its ranks had different data"
         if any({WEIGHTS, GRADIENTS} & state.keys() for state in states):
@@ -147,10 +148,6 @@ class OtherRanks:
         changed = sorted(changed_objects(self._states[0].get(OBJECTS)))
         if changed:
             self.not_exact.append(f"all ranks have the values of rank 0 in {', '.join(changed)}")
-
-
-def _datasets(fingerprints: State) -> dict[str, object]:
-    return {place: of.get("dataset") for place, of in fingerprints.items()}
 
 
 def _joined_predictions(states: Sequence[State]) -> dict[str, object]:
@@ -227,7 +224,6 @@ class EvaluationResume:
     Args:
         trainer: The trainer that evaluates.
         saved: The autosave.
-        sums: A sum of the bits of each tensor that the evaluation begins with.
         run_state: Restores the state.
         loaders: The evaluation's loaders.
         fingerprint: The fingerprint of this run.
@@ -241,7 +237,6 @@ class EvaluationResume:
         self,
         trainer: Trainer,
         saved: SavedEvaluation,
-        sums: Mapping[str, int],
         run_state: RunState,
         loaders: Loaders,
         fingerprint: Fingerprint,
@@ -253,7 +248,6 @@ class EvaluationResume:
     ) -> None:
         self._trainer = trainer
         self._saved = saved
-        self._sums = sums
         self._run_state = run_state
         self._loaders = loaders
         self._fingerprint = fingerprint
@@ -300,7 +294,7 @@ class EvaluationResume:
                 return ranks
             if self._saved.other_ranks.reason:
                 return f"{ranks}, and these ranks can't continue it: {self._saved.other_ranks.reason}"
-        if has_weights and self._saved.state.get(SUMS) != self._sums:
+        if has_weights and self._saved.state.get(SUMS) != self._run_state.own[SUMS]():
             return "it begins with different weights"
         found = {**self._fingerprint.model(), **self._fingerprint.settings()}
         saved = self._saved.fingerprint

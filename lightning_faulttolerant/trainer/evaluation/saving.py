@@ -77,9 +77,8 @@ class OwnParts:
 
     def can_be_saved(self) -> bool:
         """Return whether weights that the evaluation has changed could be saved, if there are any."""
-        if not saves_shards(self._trainer.strategy):
-            return True
-        return self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
+        is_same = self._weights.unmoved(self._tensors()) and self._gradients.unmoved(self._tensors_of_gradients())
+        return is_same or not saves_shards(self._trainer.strategy)
 
     def _changed_weights(self) -> dict[str, Tensor] | None:
         if self._weights.unmoved(self._tensors()):

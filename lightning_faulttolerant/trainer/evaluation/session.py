@@ -165,12 +165,7 @@ class EvaluationSession(AnySession):
         choice = beginning.choice
         if choice is not None and choice.checkpoint is not None and choice.part is not None:
             saved = SavedEvaluation(
-                self.trainer,
-                str(choice.path),
-                choice.checkpoint,
-                choice.part,
-                ranks=ranks,
-                options=options,
+                self.trainer, str(choice.path), choice.checkpoint, choice.part, ranks=ranks, options=options
             )
             beginning.forget_checkpoint()
             self._continue(choice.with_checkpoint(None), saved, self._begun, predictions, trust)
@@ -182,7 +177,6 @@ class EvaluationSession(AnySession):
         resume = EvaluationResume(
             self.trainer,
             saved,
-            begun.own.sums,
             begun.run_state,
             self.loaders,
             self._fingerprint,

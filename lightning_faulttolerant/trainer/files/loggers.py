@@ -149,7 +149,11 @@ class LoggerFiles:
             return
         numbers: dict[str, int] = {}
         for logger in self._trainer.loggers:
-            if isinstance(logger, (CSVLogger, TensorBoardLogger)) and _has_lightnings_files(logger):
+            own = (
+                CSVLogger.experiment,
+                TensorBoardLogger.experiment,
+            )  # a user's class may keep its files in another way
+            if isinstance(logger, (CSVLogger, TensorBoardLogger)) and type(logger).experiment in own:
                 name = type(logger).__qualname__
                 yield f"{name}#{numbers.setdefault(name, 0)}", logger
                 numbers[name] += 1
@@ -227,11 +231,6 @@ def _first_save_dir(logger: FileLogger, state: Mapping[str, Any], moves: Moves) 
     save_dir = moves.first(absolute(logger.save_dir))
     is_same = save_dir is not None and real(os.path.join(save_dir, logger.name)) == real(state["root_dir"])
     return save_dir if is_same else None
-
-
-def _has_lightnings_files(logger: FileLogger) -> bool:
-    # A user's class may keep its files in another way.
-    return type(logger).experiment in (CSVLogger.experiment, TensorBoardLogger.experiment)
 
 
 def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> Callable[[], None] | None:

@@ -170,7 +170,10 @@ class _Inputs:
     def as_in(self, request: Mapping[str, Any] | None) -> Iterator[None]:
         """Let a hook find what it found in an earlier request, if there is one, and note it."""
         weights, live = _tensors_of(self._trainer.lightning_module), compat.live_values(self._trainer)
-        now = {**self._generators(), "trainer": _plain_values(live)}
+        plain = {
+            path: {name: _copied(one) for name, one in own.items() if _is_plain(one)} for path, own in live.items()
+        }
+        now = {**self._generators(), "trainer": plain}
         then: Mapping[str, Any] = {**now, "weights": {}, **(request or {})}
         values = {path: {**one} for path, one in live.items()}
         changed = {name: weights[name].detach().cpu().clone() for name in weights.keys() & then["weights"].keys()}
@@ -203,10 +206,6 @@ class _Inputs:
         if inputs["held"]:
             self._held.load_state_dict(inputs["held"])
         set_rng_state({name: lengthened(one) for name, one in inputs["random"].items()})
-
-
-def _plain_values(live: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, object]]:
-    return {path: {name: _copied(one) for name, one in own.items() if _is_plain(one)} for path, own in live.items()}
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

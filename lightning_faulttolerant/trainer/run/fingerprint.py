@@ -159,10 +159,9 @@ class Comparison:
 
     def take_read_back(self, lines: list[str]) -> list[str]:
         """Take the differences that show when all is restored, or later. Return those that are an error."""
-        if refused := self._refused(lines):
-            return refused
-        self._take(lines)
-        return []
+        refused = self._refused(lines)
+        self._take([] if refused else lines)
+        return refused
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
         if refused := self._refused(lines):

@@ -306,14 +306,6 @@ def _dealt_state(run: RunState, at: Moment) -> object:
     return run.own[DEALT](is_finished=at.where in EVALUATED)
 
 
-def _in_fits(at: Moment) -> bool:
-    return at.is_fit
-
-
-def _in_evaluations(at: Moment) -> bool:
-    return not at.is_fit
-
-
 def _own(name: str, *, is_of_fits: bool) -> Part:
     """Return a part that only fits have, and that is restored before Lightning's, or that only evaluations have."""
     return Part(name, "", lambda run, at: run.own[name](), when=lambda at: at.is_fit == is_of_fits, is_read_back=False)
@@ -368,7 +360,7 @@ PARTS = (
         "trainer attributes",
         trainer_state,
         load_trainer_state,
-        when=_in_fits,
+        when=lambda at: at.is_fit,
         for_others=MERGED,
         derived=frozenset({"validation_is_set_up"}),  # by a finder of this process
     ),
@@ -396,11 +388,11 @@ PARTS = (
         "",
         lambda run, at: run.own[WEIGHTS](),
         _load_weights,
-        when=_in_evaluations,
+        when=lambda at: not at.is_fit,
         compare=lambda run, at, saved: (saved, run.module.state_dict()),
     ),
     _own(SUMS, is_of_fits=False),
-    Part(DEALT, "", _dealt_state, when=_in_evaluations, for_others=MERGED, is_read_back=False),
+    Part(DEALT, "", _dealt_state, when=lambda at: not at.is_fit, for_others=MERGED, is_read_back=False),
     # What is known only when the checkpoint is written.
     *(Part(name, "", None) for name in (PROGRESS, RETURNED, SCHEDULERS)),
     Part(PREDICTIONS, "", None, for_others=MERGED),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 SEAMS = {
@@ -91,19 +90,9 @@ def begin_again(logger: Any) -> None:
     logger._experiment = None
 
 
-def can_link(callback: object) -> bool:
-    """Return whether a callback is a ModelCheckpoint, which may replace a link."""
-    return isinstance(callback, ModelCheckpoint)
-
-
 def next_batch(trainer: Trainer) -> tuple[int, int]:
     """Return epoch and batch of the training batch that is fetched next, both from 0."""
     return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.current.completed
-
-
-def num_ready(trainer: Trainer) -> int:
-    """Return how many batches of the epoch have begun."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def owes_validation(trainer: Trainer, fetcher: Any) -> bool:

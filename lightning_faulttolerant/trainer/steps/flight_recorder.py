@@ -296,11 +296,6 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.device.type == "mps" else values.double()
 
 
-def has_scaler(module: LightningModule) -> bool:
-    """Return whether an attribute of the module is a gradient scaler that is enabled, as in manual optimization."""
-    return any(isinstance(value, torch.amp.GradScaler) and value.is_enabled() for value in vars(module).values())
-
-
 def not_finite(module: LightningModule) -> tuple[str, ...]:
     """Return the names of the parameters with a gradient that is not finite."""
     grads = ((name, parameter.grad) for name, parameter in module.named_parameters())
@@ -366,7 +361,8 @@ class StepRecorder:
 
     def _measured(self, seen: SeenStep) -> MeasuredStep:
         module = self._trainer.lightning_module
-        is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None or has_scaler(module)
+        scalers = [one for one in vars(module).values() if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
+        is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None or bool(scalers)
         gradients = [] if is_scaled else [p.grad for p in module.parameters() if isinstance(p.grad, torch.Tensor)]
         loss, norm = loss_and_norm(seen.loss, gradients)
         return MeasuredStep(

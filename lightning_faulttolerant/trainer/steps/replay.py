@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -109,7 +110,7 @@ def protect(trainer: Trainer, request: ReplayRequest) -> None:
     silence(trainer, request.directory)
     patches.around(trainer.strategy, "save_checkpoint", partial(_save_below, request.directory))
     patches.around(trainer.strategy, "remove_checkpoint", partial(_remove_below, request.directory))
-    for callback in filter(compat.can_link, callbacks(trainer)):
+    for callback in (one for one in callbacks(trainer) if isinstance(one, ModelCheckpoint)):
         patches.around(callback, compat.LINK_CHECKPOINT, partial(_link_below, request.directory))
     for saves_config in config_callbacks(trainer):
         vars(saves_config)["already_saved"] = True

@@ -194,7 +194,7 @@ class SkippedBatches:
     def _around_accumulate(self, original: Method) -> bool:
         """Replace the epoch loop's `_should_accumulate`: whether the batch that has begun last makes no step."""
         accumulates: bool = original()
-        epoch, batch = self._trainer.current_epoch, compat.num_ready(self._trainer) - 1
+        epoch, batch = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         if (epoch, batch) in self._done:
             return True
         return accumulates and not self._steps_after(epoch, batch)
