@@ -211,11 +211,6 @@ class ReplayedIteration:
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
 
-    def note_attributes(self, values: Mapping[str, object]) -> None:
-        """Note what other code has set on the loader right before its next step."""
-        for chain, run in self.places:
-            chain.attributes[run.num_steps] = values
-
     def note_first(self, objects: Mapping[str, object]) -> None:
         """Note the changes on the loader's objects right before the first batch."""
         for _, run in self.places:
@@ -256,11 +251,21 @@ class Replayer:
 
     @contextmanager
     def noting_threads(self) -> Iterator[None]:
-        """Note whether a thread starts in the block that loads data in this process, while training continues."""
-        before = {*threading.enumerate()}
-        yield
-        has_new = not before.issuperset(threading.enumerate())
-        self._has_thread = self._has_thread or (has_new and self._loads_here)
+        """Note whether the block starts a thread that loads data in this process, while training continues.
+
+        Other threads may start some of their own meanwhile.
+        """
+        own, original = threading.get_ident(), threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            self._has_thread |= self._loads_here and threading.get_ident() == own
+            original(thread)
+
+        threading.Thread.start = start  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            threading.Thread.start = original  # type: ignore[method-assign]
 
     def check_thread(self, before: RandomStates, after: RandomStates, *, is_first: bool) -> None:
         """Refuse a loader whose thread has drawn random numbers between these moments, or changed its data set."""
@@ -403,8 +408,8 @@ class ReplayedBatches(Iterator[object]):
         changed = self._replayer.note_attributes()
         if is_first:
             self._iteration.note_first(self._replayer.objects.at_start())
-        elif changed:
-            self._iteration.note_attributes(changed)
+        for chain, run in self._iteration.places if changed and not is_first else ():
+            chain.attributes[run.num_steps] = changed
         before = self._replayer.moment()
         try:
             with self._replayer.noting_threads() if is_first else nullcontext():

@@ -6,6 +6,8 @@ import itertools
 import logging
 import random
 import re
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_faulttolerant import FaultToleranceError, ResumableDataLoader
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
+from lightning_faulttolerant.loader.replayer import Replayer
 from tests.laws.data_sets import SizedStream
 from tests.loader.loops import follow, resumable_loop, seed, small
 from tests.loader.made import (
@@ -231,6 +234,32 @@ def test_what_happens_to_reasons(strict: bool | None, caplog: pytest.LogCaptureF
     assert caplog.messages == [*(collected if strict is False else []), "a worker died"]
     of_worker = exactness.of_worker()
     assert (of_worker.strict, of_worker.reasons) == (strict, [])
+
+
+BEGUN, STARTED = threading.Event(), threading.Event()
+
+
+class Waits(Drawing):
+    """Lets another thread start one during its first sample."""
+
+    def __getitem__(self, index: Any) -> Any:
+        BEGUN.set()
+        STARTED.wait()
+        return super().__getitem__(index)
+
+
+def test_thread_of_other_code_is_not_the_loaders() -> None:
+    """A loader that draws in this process is not refused because another thread starts one while it loads a batch."""
+
+    def other() -> None:
+        BEGUN.wait()
+        threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+        STARTED.set()
+
+    loader = Negative(Waits(3), batch_size=None)
+    threading.Thread(target=other).start()
+    batches = Replayer(loader, name="loader", exactness=Exactness(strict=True)).iterate(lambda: iter(loader))
+    assert len(list(batches)) == 3
 
 
 def test_an_argument_without_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:

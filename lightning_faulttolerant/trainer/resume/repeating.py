@@ -75,7 +75,7 @@ def _end(
     if other is None:
         if num:
             tell(f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}")
-        if left := repetition.num_left:
+        if left := len(repetition.known):
             _log.warning("This is another run: batches that %s has run, and this process has not: %d.", process, left)
         return True
     assert proving is not None  # or there would be no batch to compare with

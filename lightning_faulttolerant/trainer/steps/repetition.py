@@ -138,7 +138,7 @@ class Repetition:
         self._on_end = on_end
         self._is_refused = False
         self._last = 0
-        self._known: dict[tuple[int, ...], BatchLine] = {}
+        self.known: dict[tuple[int, ...], BatchLine] = {}
         """The lines of batches that are still to be repeated, by place."""
         # They stay the same objects, and the trainer's properties take longer to ask.
         self._total = trainer.fit_loop.epoch_loop.batch_progress.total
@@ -167,11 +167,6 @@ class Repetition:
         if self._function == FIT:
             patches.around(self._trainer.fit_loop, "on_run_end", self._around_end)
 
-    @property
-    def num_left(self) -> int:
-        """How many batches of earlier processes are still to be repeated."""
-        return len(self._known)
-
     def begin(self, position: TrainerPosition, *, is_exact: bool) -> int:
         """Begin with the next batch. Return how many batches an earlier process has run from here on.
 
@@ -182,14 +177,14 @@ class Repetition:
         self._evaluated = position.num_evaluated or 0
         if is_exact:
             now = self._total.ready, float("inf") if position.num_evaluated is None else self._evaluated
-            self._known = {one.place: one for one in self._record.earlier if (one.number, one.evaluated) > now}
+            self.known = {one.place: one for one in self._record.earlier if (one.number, one.evaluated) > now}
         else:
             self._record.clear()
         for loop in (self._training, self._evaluation):
             loop.find_trackers()
             loop.order()  # from here on, what moves counts
-        self._last = max((one.number for one in self._known.values()), default=0)
-        return len(self._known)
+        self._last = max((one.number for one in self.known.values()), default=0)
+        return len(self.known)
 
     def close(self, *, is_finished: bool, is_refused: bool) -> None:
         """Read what is still to come from the device, and close the record.
@@ -198,7 +193,7 @@ class Repetition:
             is_finished: Whether the run is finished.
             is_refused: Whether a rank does not repeat what it did before: then no batch of this process counts.
         """
-        self._known = {}
+        self.known = {}
         with contextlib.suppress(RuntimeError):  # the device may be lost
             self.read_arrived()
         if is_refused:
@@ -278,7 +273,7 @@ class Repetition:
             return
         if line.number > self._last:
             self._end_known()
-        before = self._known.pop(line.place, None) or self._elsewhere(line) if self._known else None
+        before = self.known.pop(line.place, None) or self._elsewhere(line) if self.known else None
         if before is not None:
             self.repeats_process = before.process
             pairs = ((kind, getattr(before, kind), getattr(line, kind)) for kind in (ORDER, CONTENT, OUTPUT))
@@ -286,10 +281,10 @@ class Repetition:
             kind = kind if before.place == line.place else PLACE
             if kind is None:
                 self.num_repeated += 1
-                if not self._known:
+                if not self.known:
                     self._on_end(self, None)
             elif self._on_end(self, OtherBatch(kind=kind, function=self._function, now=line, before=before)):
-                self._known = {}
+                self.known = {}
                 self._record.clear()  # what comes after it differs, too
             else:
                 self._is_refused = True
@@ -298,14 +293,14 @@ class Repetition:
 
     def _end_known(self) -> None:
         """Say how many batches of earlier processes did not come."""
-        if self._known and not self._is_refused:
+        if self.known and not self._is_refused:
             self._on_end(self, None)
-        self._known = {}
+        self.known = {}
 
     def _elsewhere(self, line: BatchLine) -> BatchLine | None:
         """Return the line of an earlier process that has this number, but another place."""
         number = line.number, line.evaluated
-        return next((one for one in self._known.values() if (one.number, one.evaluated) == number), None)
+        return next((one for one in self.known.values() if (one.number, one.evaluated) == number), None)
 
 
 _MAX_PENDING = 8
