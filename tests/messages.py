@@ -21,7 +21,7 @@ _NAMES = (
     ),
     (r"(?<=\.ckpt) \(AGE old\)", ""),
     (r"\b([\w.]+)-[0-9a-f]{12}\b", r"\1-KEY"),  # the name of a run
-    (r"\x1b\[[0-9;]*m", ""),
+    (r"\x1b\[[0-9;]*[A-Za-z]", ""),
     (r"pandas\.core\.frame\.", "pandas."),  # before pandas 3, which needs Python 3.11
 )
 
