@@ -168,6 +168,7 @@ def tracked_class(user_class: type[DataLoader[object]]) -> type[DataLoader[objec
     namespace: dict[str, object] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
     namespace["_index_sampler"] = property(functools.partial(_followed_sampler, user_class))
     if maker is not DataLoader or _is_ours(user_class):
+        # Lightning calls it at each checkpoint. The tracker's state has the position; nothing must be restored twice.
         namespace |= {"state_dict": lambda self: {}, "load_state_dict": _load_no_state}
     if user_class is not maker and not _is_ours(user_class):
         namespace |= sharing(names_of_makers(maker), _users)

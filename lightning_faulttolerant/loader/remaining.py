@@ -164,6 +164,7 @@ def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
+    # One of this package's deals samples; it must have its epoch from the beginning.
     is_ours = is_interruptible(inner) and inner.kind == "distributed" and not inner.deal().begin
     is_dealt = type(inner) is DistributedSampler or is_ours
     if is_dealt:

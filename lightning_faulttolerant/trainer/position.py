@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.schema import SavedPosition
+from lightning_faulttolerant.records import ledger
 
 FIT = "fit"
 
@@ -45,14 +46,11 @@ def num_evaluated(trainer: Trainer) -> int:
 
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
-BATCH_END = "batch end"
-VALIDATION = "validation"
+BATCH_END, VALIDATION, EPOCH_END = ledger.BATCH_END, ledger.VALIDATION_START, ledger.EPOCH_END
 IN_VALIDATION = "in validation"
 VALIDATION_END = "validation end"
-EPOCH_END = "epoch end"
-FINISHED = "finished"
 IN_EVALUATION = ("in validate", "in test", "in predict")
-EVALUATED = ("after validate", "after test", "after predict")
+FINISHED, EVALUATED = ledger.ENDS[0], ledger.ENDS[1:]
 IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDATION_END, EPOCH_END)
 
 REMEDY_OF_CUT = (

@@ -53,7 +53,8 @@ class ParamGroups:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters of all groups, in order, and whether the groups are others than at the start."""
-        return {"names": self._names(), "is_changed": held_by_groups(self._trainer) != self._first}
+        held = held_by_groups(self._trainer)
+        return {"names": self._names(held), "is_changed": held != self._first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the optimizers' groups, if the state has them. Lightning loads the settings of each group.
@@ -66,7 +67,7 @@ class ParamGroups:
         Raises:
             NotExactError: If a group had a tensor that is not a parameter of the module.
         """
-        own, saved, lines = self._names(), state.get("names", ()), list[str]()
+        own, saved, lines = self._names(held_by_groups(self._trainer)), state.get("names", ()), list[str]()
         if len(saved) != len(own):
             return lines
         parameters = dict(self._trainer.lightning_module.named_parameters())
@@ -90,9 +91,8 @@ class ParamGroups:
                 optimizer.add_param_group({"params": [parameters[name] for name in names]})
         return lines
 
-    def _names(self) -> NamesOfGroups:
+    def _names(self, held: list[list[list[int]]]) -> NamesOfGroups:
         names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
-        held = held_by_groups(self._trainer)
         return [[[names.get(parameter, "") for parameter in group] for group in groups] for groups in held]
 
 

@@ -141,11 +141,12 @@ class Restoring:
         """
         assert self._start is not None
         assert self._optimizers is not None
+        assert self._settings is not None
         return {
             GROUPS: self._optimizers.groups.state_dict,
             REPLACED: self._optimizers.replaced.checked,
             GROWN: self._start.grown.state_dict,
-            CREATED: self._optimizers.settings.state_dict,
+            CREATED: self._settings.state_dict,
         }
 
     def around_resume_start(
@@ -213,7 +214,6 @@ class Restoring:
         if self._optimizers is None:
             changes = self._settings = self._settings or ChangedSettings(self._trainer)
             own = self._optimizers = _Optimizers(
-                settings=changes,
                 groups=ParamGroups(self._trainer),
                 replaced=Replaced(self._trainer),
                 schedulers=Schedulers(self._trainer),
@@ -261,7 +261,6 @@ class _Start:
 class _Optimizers:
     """The optimizers and schedulers that the fit began with."""
 
-    settings: ChangedSettings
     groups: ParamGroups
     replaced: Replaced
     schedulers: Schedulers

@@ -159,9 +159,10 @@ class Resume:
             self._differences.of_settings.not_exact += texts
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
-            of_run = {name: one for name, one in state_of(part, 0, checkpoint).items() if name in OF_RUN}
-            # A rank may have saved alone.
-            self._content.state = state_of(part, self._differences.ranks.rank, checkpoint) or of_run
+            self._content.state = state_of(part, self._differences.ranks.rank, checkpoint)
+            if not self._content.state:  # another rank has saved alone: what is of the run holds for this one, too
+                first = state_of(part, 0, checkpoint)
+                self._content.state = {name: first[name] for name in OF_RUN if name in first}
         else:
             self._redistribute(part, checkpoint, position)
         if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict

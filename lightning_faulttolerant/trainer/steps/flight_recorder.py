@@ -361,6 +361,7 @@ class StepRecorder:
 
     def _measured(self, seen: SeenStep) -> MeasuredStep:
         module = self._trainer.lightning_module
+        # The precision has the gradient scaler, or the module, as in manual optimization.
         scalers = [one for one in vars(module).values() if isinstance(one, torch.amp.GradScaler) and one.is_enabled()]
         is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None or bool(scalers)
         gradients = [] if is_scaled else [p.grad for p in module.parameters() if isinstance(p.grad, torch.Tensor)]
