@@ -10,6 +10,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -37,6 +38,7 @@ _OF_FIT_LOOP = ("max_epochs", "min_epochs")
 FIT_LOOP = "fit_loop"
 # Lightning saves the states of these, but the states do not hold everything that the objects keep.
 _BY_ATTRIBUTES = (Callback, LightningDataModule, Logger)
+_OF_TORCH = ("torch.optim.", "torch.distributed.")
 
 
 class Roots:
@@ -75,6 +77,7 @@ class Roots:
         roots = {
             **owners,
             **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+            **{f"schedulers[{i}]": one for i, one in enumerate(schedulers_of(trainer)) if may_leave_out(one)},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
             **_own_keys_of_groups(trainer.optimizers),
             **functions_of(trainer, self.callbacks),
@@ -99,6 +102,16 @@ def _own_keys_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str
     }
 
 
+def schedulers_of(trainer: Trainer) -> list[object]:
+    """Return the schedulers of a trainer."""
+    return [config.scheduler for config in trainer.lr_scheduler_configs]
+
+
+def may_leave_out(value: Any) -> bool:
+    """Return whether the ``state_dict`` of an optimizer or a scheduler is not torch's: it may lack a part of it."""
+    return not getattr(type(value).state_dict, "__module__", "").startswith(_OF_TORCH)
+
+
 def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:
     """Return the functions that schedulers and Lightning's own callbacks hold, by path: they may keep state.
 
@@ -106,7 +119,7 @@ def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[st
         trainer: The trainer that runs the fit.
         callbacks: The callbacks, by name.
     """
-    owners: dict[str, object] = {f"schedulers[{i}]": c.scheduler for i, c in enumerate(trainer.lr_scheduler_configs)}
+    owners: dict[str, object] = {f"schedulers[{i}]": one for i, one in enumerate(schedulers_of(trainer))}
     owners.update({name: one for name, one in callbacks.items() if is_librarys(type(one))})
     held = ((f"{path}.{name}", value) for path, owner in owners.items() for name, value in vars(owner).items())
     found: dict[str, object] = {}
@@ -144,7 +157,8 @@ def rules_of(trainer: Trainer) -> Rules:
     """
     module = trainer.lightning_module
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    own |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
+    schedulers = {id(one) for one in schedulers_of(trainer)}
+    own |= {id(one) for one in schedulers_of(trainer) if not may_leave_out(one)}
     own |= {id(metric) for metric in with_metrics_state(module)}
     own |= {id(metric) for callback in compat.callbacks(trainer) for metric in metrics_of(callback).values()}
     own |= {id(experiment) for experiment in experiments_of(trainer.loggers)} - {id(None)}
@@ -161,13 +175,18 @@ def rules_of(trainer: Trainer) -> Rules:
         if isinstance(value, torch.utils.data.DataLoader):
             return names_of_others(type(value))
         if is_optimizer(value):
-            return _of_optimizers() if id(value) in optimizers else _of_optimizers() - {"state", "param_groups"}
+            is_saved = id(value) in optimizers and not may_leave_out(value)
+            return _of_optimizers() if is_saved else _of_optimizers() - {"state", "param_groups"}
+        if id(value) in schedulers:
+            return ("optimizer",)
         return _of_lightnings(type(value))
 
     return Rules(
         left_out=left_out,
         is_live=is_live,
-        goes_by_attributes=lambda value: isinstance(value, _BY_ATTRIBUTES) or goes_by_attributes(value),
+        goes_by_attributes=lambda value: (
+            isinstance(value, _BY_ATTRIBUTES) or id(value) in schedulers or goes_by_attributes(value)
+        ),
     )
 
 
