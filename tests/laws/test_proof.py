@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from lightning_faulttolerant.trainer.save.run_state import PARTS
@@ -430,6 +431,67 @@ def test_change_that_does_not_reach_the_run_is_no_alarm(place: str, whole: Event
     assert start.codes == [0], start.output
     assert "5 repeated batches were identical to those of process 1" in start.output
     assert start.events[0][-1] == whole
+
+
+def without(base: type, key: str) -> type:
+    """Return a class whose states lack one of their values, or all states of parameters."""
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        state = {name: one for name, one in base.state_dict(self).items() if name != key}
+        return {**state, "state": {}} if key == "state" else state
+
+    return type(base.__name__, (base,), {"state_dict": state_dict})
+
+
+class Plateaus:
+    """Lowers the rate, and saves a part of what it counts."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.num, self.rates = optimizer, 0, [0.01]
+
+    def step(self, *_: Any) -> None:
+        self.num += 1
+        self.rates.append(self.rates[-1] * 0.9)
+        self.optimizer.param_groups[0]["lr"] = sum(self.rates) / self.num
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num = state_dict["num"]
+
+
+class LeavesOut(Net):
+    """Has an optimizer and a scheduler whose states are not whole."""
+
+    optimizer: Any = torch.optim.Adam
+    scheduler: Any = staticmethod(partial(StepLR, step_size=1, gamma=0.9))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters(), 0.01)
+        return [optimizer], [{"scheduler": self.scheduler(optimizer), "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+COVERED: dict[str, dict[str, Any]] = {
+    "states of an optimizer": {"optimizer": without(torch.optim.Adam, "state")},
+    "a value of a scheduler": {
+        "scheduler": staticmethod(partial(without(StepLR, "last_epoch"), step_size=3, gamma=0.9))
+    },
+    "a list of a scheduler": {"scheduler": Plateaus},
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_what_a_state_dict_leaves_out_is_carried(name: str, tmp_path: Path) -> None:
+    """A run that is stopped, so that no batch shows a difference, continues with all values of its optimizers."""
+    group = Group(rows=(Row(name=name, module=type("Own", (LeavesOut,), COVERED[name])),))
+    whole = whole_run(group, tmp_path / "whole")[0][-1]
+    training = Training(group=group, root=tmp_path / "stopped")
+    training.start(CUT)
+    assert training.start().events[0][-1] == whole, training.starts[-1].output
 
 
 class Writer(TorchCheckpointIO):
