@@ -15,15 +15,15 @@ import struct
 import tempfile
 from collections.abc import Mapping
 from typing import NamedTuple
-from zlib import crc32
 
 from lightning_faulttolerant.records.lines import open_own, parse_json
 
 _HEADER = struct.Struct("<8s32sII")  # the life, the process, and the length of the JSON of its sources after it
 _HEADER_BYTES = 1 << 16
-_MAGIC = b"batches3"
-_VALUES = struct.Struct("<QQ8I")  # how many lines were written before, and the fields of BatchLine
-_LINE = struct.Struct("<QQ9I12x")  # these, and a checksum
+_MAGIC = b"batches4"
+# The number of the line in the file, from 1, the fields of BatchLine, and that number again: a torn line ends with
+# another one.
+_LINE = struct.Struct("<QQ9I4xQ")
 _NUM_LINES = 1 << 14
 
 
@@ -40,6 +40,7 @@ class BatchLine(NamedTuple):
         order: A checksum of its indices; 0 if they are not known.
         content: A checksum of some of its values; 0 if they were not read.
         output: A checksum of the tensors that its step returned; 0 if they were not read.
+        logged: A checksum of what loggers got since the batch before it; 0 if they got nothing.
     """
 
     number: int
@@ -51,6 +52,7 @@ class BatchLine(NamedTuple):
     order: int
     content: int
     output: int
+    logged: int
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -97,18 +99,16 @@ class BatchRecord:
         text = json.dumps(sources).encode()
         text = text if _HEADER.size + len(text) <= _HEADER_BYTES else b""
         self._memory[: _HEADER.size + len(text)] = _HEADER.pack(_MAGIC, life.encode(), self.process, len(text)) + text
-        lines = (one for one in _LINE.iter_unpack(self._memory[_HEADER_BYTES:]) if one[-1])
-        found = sorted(values for *values, checksum in lines if crc32(_VALUES.pack(*values)) == checksum)
-        self._num_written = found[-1][0] + 1 if found else 0
-        self.earlier = [BatchLine(*values) for _, *values in found]
+        found = sorted(one for one in _LINE.iter_unpack(self._memory[_HEADER_BYTES:]) if one[0] == one[-1] > 0)
+        self._num_written = found[-1][0] if found else 0
+        self.earlier = [BatchLine(*values) for _, *values, _ in found]
         """The lines of earlier processes, the oldest first, without those that were torn."""
 
-    def write(self, line: BatchLine) -> None:
-        """Write the line of a batch."""
+    def write(self, line: tuple[int, ...]) -> None:
+        """Write the line of a batch: the fields of `BatchLine`."""
         at = _HEADER_BYTES + _LINE.size * (self._num_written % _NUM_LINES)
-        checksum = crc32(_VALUES.pack(self._num_written, *line))
-        _LINE.pack_into(self._memory, at, self._num_written, *line, checksum)
-        self._num_written += 1
+        self._num_written = number = self._num_written + 1
+        _LINE.pack_into(self._memory, at, number, *line, number)
 
     def forget(self) -> None:
         """Forget the lines of this process: they are of a run that is not repeated."""

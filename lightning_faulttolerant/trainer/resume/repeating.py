@@ -74,7 +74,11 @@ def _end(
     num, process = repetition.num_repeated, f"process {repetition.repeats_process}"
     if other is None:
         if num:
-            tell(f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}")
+            others = repetition.num_logged_otherwise
+            logged = f". Logged values differ {others} times, as those of a clock do" if others else ""
+            tell(
+                f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}{logged}"
+            )
         if left := len(repetition.known):
             _log.warning("This is another run: batches that %s has run, and this process has not: %d.", process, left)
         return True

@@ -7,9 +7,10 @@ has arrived.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from ctypes import string_at
+from ctypes import c_char
 from dataclasses import dataclass
 from typing import Any, final
 from zlib import crc32
@@ -29,10 +30,10 @@ from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, funct
 _NUM_SAMPLED = 256
 _MAX_ITEMS = 64
 _MAX_BYTES = 1_360  # of the beginning, of the middle, and of the end of a tensor: 4 kB in all
-_Place = tuple[int, int, int, int, int, int, int, int]
-"""The fields of `BatchLine` without the output."""
+_Place = tuple[int, ...]
+"""The first fields of `BatchLine`, up to the output."""
+_NUM_ARGUMENTS = 2  # of a step: the batch and its number; in an evaluation of several loaders, also that of the loader
 _SHOWN = (str, int, float)
-_NOTHING = (0, 0, 0)
 _MASK = 0xFFFF_FFFF
 PLACE, ORDER, CONTENT, OUTPUT = "place", "order", "content", "output"
 _TOLD = {PLACE: "is elsewhere", ORDER: "has other indices", CONTENT: "is another batch", OUTPUT: "has another result"}
@@ -95,7 +96,7 @@ class _FollowedLoop:
 
     def order(self) -> int:
         """Return a checksum of the indices of the loaders that have yielded a batch since the last call."""
-        if not self.current.ready:  # the first batch of an epoch, or of an evaluation
+        if self.current.ready <= 1:  # the first batch of an epoch, or of an evaluation
             self.find_trackers()
         found = 0
         for noted in self._noted_places:
@@ -147,21 +148,27 @@ class Repetition:
         self._evaluation = _FollowedLoop(loop_of(trainer), loaders, stage)
         self._epochs = trainer.fit_loop.epoch_progress.current
         self._process = record.process
-        self._fetched = _NOTHING
+        self._is_moved = trainer.strategy.root_device.type != "cpu"
+        self._moved = self._logged = 0
         self._noted = -1
         self._evaluated = 0
         """How many batches were evaluated since the last training batch."""
-        self._pending: deque[tuple[Callable[[], bool], list[Tensor], _Place]] = deque()
+        self._pending: deque[tuple[Callable[[], bool], list[Tensor], _Place, int]] = deque()
         self.changed_sources = record.changed
         """The source files of the user's that have changed since the last process."""
         self.num_repeated = 0
+        self.num_logged_otherwise = 0
+        """How many of these came after other logged values, such as a time."""
         self.repeats_process = 0
         """The process whose batches are repeated."""
 
     def take_seams(self, patches: Patches) -> None:
         """Begin to note batches."""
         strategy = self._trainer.strategy
-        patches.wrap(strategy, "batch_to_device", self._wrap_transfer)
+        if self._is_moved:  # reading a batch would wait for it once it is there
+            patches.wrap(strategy, "batch_to_device", self._wrap_transfer)
+        for logger in self._trainer.loggers:
+            patches.wrap(logger, "log_metrics", self._wrap_log)
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             patches.wrap(strategy, name, self._wrap_step)
         if self._function == FIT:
@@ -208,46 +215,50 @@ class Repetition:
     # Called for each batch: after a step, each function and each attribute costs more than its work.
 
     def _wrap_transfer(self, original: Method) -> Method:
-        state, training, evaluation = self._trainer.state, self._training, self._evaluation
-
-        def batch_to_device(batch: object, *args: object, **kwargs: Any) -> object:
-            loop = training if state.stage is RunningStage.TRAINING else evaluation
-            # Just fetched, they are in the processor's cache.
-            self._fetched = kwargs.get("dataloader_idx", 0), loop.order(), sampled_digest(batch)
+        def batch_to_device(batch: object, *args: object, **kwargs: object) -> object:
+            self._moved = sampled_digest(batch)
             return original(batch, *args, **kwargs)
 
         return batch_to_device
 
     def _wrap_step(self, original: Method) -> Method:
-        state = self._trainer.state
+        state, is_on, note = self._trainer.state, self._is_on, self._note
 
-        def step(*args: object, **kwargs: object) -> object:
+        def step(*args: Any, **kwargs: object) -> object:
             output = original(*args, **kwargs)
-            if self._is_on() and state.stage is not RunningStage.SANITY_CHECKING:
-                self._note(output, is_training=state.stage is RunningStage.TRAINING)
+            if is_on() and state.stage is not RunningStage.SANITY_CHECKING:
+                note(args, output, is_training=state.stage is RunningStage.TRAINING)
             return output
 
         return step
 
-    def _note(self, output: object, *, is_training: bool) -> None:
-        number, batch = self._total.ready, self._training.current.ready
+    def _wrap_log(self, original: Method) -> Method:
+        def log_metrics(metrics: object, *args: object, **kwargs: object) -> object:
+            self._logged = sampled_digest(metrics, self._logged)
+            return original(metrics, *args, **kwargs)
+
+        return log_metrics
+
+    def _note(self, args: tuple[Any, ...], output: object, *, is_training: bool) -> None:
+        number, batch, loader = self._total.ready, self._training.current.ready, 0
         if not is_training:
             self._evaluated += 1
+            loader, order = args[2] if len(args) > _NUM_ARGUMENTS else 0, self._evaluation.order()
         elif number == self._noted:  # some optimizers call the step again
             return
         else:
-            self._evaluated, batch = 0, batch - 1
-        self._noted, (loader, order, content), self._fetched = number, self._fetched, _NOTHING
+            self._evaluated, batch, order = 0, batch - 1, self._training.order()
+        self._noted, logged, self._logged = number, self._logged, 0
+        content = self._moved if self._is_moved else sampled_digest(args[0])
         place = (number, self._epochs.completed, batch, self._evaluated, loader, self._process, order, content)
         returned = (
             [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(number + self._evaluated)
         )
-        for tensor in returned:
-            if not tensor.is_cpu:
-                self._pending.append((*_on_the_way(returned), place))
-                self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
-                return
-        self._end(BatchLine(*place, output=sampled_digest(returned)))
+        if not self._is_moved or all(one.is_cpu for one in returned):
+            self._end((*place, sampled_digest(returned), logged))
+            return
+        self._pending.append((*_on_the_way(returned), place, logged))
+        self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
 
     def _weight(self, number: int) -> list[Tensor]:
         """Return the beginning of a weight, of another one each time: a step that returns no tensor may train it."""
@@ -262,15 +273,19 @@ class Repetition:
             wait: Whether to wait for those of all batches.
         """
         while self._pending and (wait or self._pending[0][0]()):
-            _, copies, place = self._pending.popleft()
+            _, copies, place, logged = self._pending.popleft()
             if wait:
                 torch.cuda.synchronize()
-            self._end(BatchLine(*place, output=sampled_digest(copies)))
+            self._end((*place, sampled_digest(copies), logged))
 
-    def _end(self, line: BatchLine) -> None:
-        """Compare a batch with the same one of an earlier process, and write its line."""
+    def _end(self, values: tuple[int, ...]) -> None:
+        """Write the line of a batch, unless it is another one than that of an earlier process."""
         if self._is_refused:  # the lines of the earlier process stay
             return
+        if not self.known or self._is_same(BatchLine(*values)):
+            self._record.write(values)
+
+    def _is_same(self, line: BatchLine) -> bool:
         if line.number > self._last:
             self._end_known()
         before = self.known.pop(line.place, None) or self._elsewhere(line) if self.known else None
@@ -281,6 +296,7 @@ class Repetition:
             kind = kind if before.place == line.place else PLACE
             if kind is None:
                 self.num_repeated += 1
+                self.num_logged_otherwise += before.logged != line.logged
                 if not self.known:
                     self._on_end(self, None)
             elif self._on_end(self, OtherBatch(kind=kind, function=self._function, now=line, before=before)):
@@ -288,8 +304,8 @@ class Repetition:
                 self._record.clear()  # what comes after it differs, too
             else:
                 self._is_refused = True
-                return
-        self._record.write(line)
+                return False
+        return True
 
     def _end_known(self) -> None:
         """Say how many batches of earlier processes did not come."""
@@ -346,6 +362,9 @@ def sampled_digest(value: object, digest: int = 0) -> int:
     return crc32(repr(value).encode("utf-8", "surrogatepass"), digest) if isinstance(value, _SHOWN) else digest
 
 
+_bytes = functools.cache(lambda num: c_char * num)  # each multiplication takes as long as a checksum
+
+
 def _of_tensor(tensor: Tensor, digest: int) -> int:
     try:
         if not tensor.is_cpu:
@@ -359,9 +378,9 @@ def _of_tensor(tensor: Tensor, digest: int) -> int:
     if not address:  # it has no memory
         return digest
     if num_bytes <= 3 * _MAX_BYTES:
-        return crc32(string_at(address, num_bytes), digest)
+        return crc32(_bytes(num_bytes).from_address(address), digest)
     for at in (0, num_bytes // 2, num_bytes - _MAX_BYTES):
-        digest = crc32(string_at(address + at, _MAX_BYTES), digest)
+        digest = crc32(_bytes(_MAX_BYTES).from_address(address + at), digest)
     return digest
 
 
