@@ -21,10 +21,10 @@ from pathlib import Path
 from lightning_faulttolerant.cli.found import find_meant
 from lightning_faulttolerant.cli.histories import FoundRun, runs_beside, runs_of
 from lightning_faulttolerant.cli.report_page import (
-    again_text,
     end_text,
     page,
     place_text,
+    repeated_texts,
     short_duration,
     skipped_texts,
     slow_texts,
@@ -54,7 +54,6 @@ _WIDTH = 80
 _BAR_WIDTH = 24
 _MAX_END = 19
 _MIN_END = 8
-_MAX_CONTINUED = 10
 _MAX_TEXTS = 5
 _MAX_ROWS = 40
 _NUM_FIRST_ROWS = 5
@@ -94,7 +93,9 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     yield from _account(report)
     yield ""
     yield from _autosaves(chapter)
-    yield from _evaluation(report)
+    runs = [run for fit in chapter.fits for run in fit.validations]
+    yield from _wrapped(validation_text(runs)) if runs else ()
+    yield from _first_of([*repeated_texts(chapter)], "about repeated batches")
     ranks = list(dict.fromkeys(fit.num_ranks for fit in chapter.fits if fit.num_ranks is not None))
     if ranks and ranks != [1]:
         yield f"Ranks: {', then '.join(map(str, ranks))}."
@@ -172,16 +173,6 @@ def _more_about_places(fits: Sequence[FitHistory]) -> str:
     return f"{more} In evaluations, they are batches." if any(fit.is_evaluation for fit in fits) else more
 
 
-def _evaluation(report: ChapterReport) -> Iterator[str]:
-    runs = [run for fit in report.chapter.fits for run in fit.validations]
-    if runs:
-        yield from _wrapped(validation_text(runs))
-    for each in report.continued[-_MAX_CONTINUED:]:
-        yield from _wrapped(f"Process {each.process + 1} {again_text(each, report.fit_of(each))}")
-    if len(report.continued) > _MAX_CONTINUED:
-        yield f"Evaluation was continued {plural(len(report.continued) - _MAX_CONTINUED, 'time')} before that."
-
-
 def _account(report: ChapterReport) -> Iterator[str]:
     account = report.account
     always = (SAVING,) if account.evaluation else (TRAINING, SAVING)
@@ -233,8 +224,7 @@ def _wrapped(text: str) -> list[str]:
 DESCRIPTION = """\
 Report on a run: its processes, when each began, where it continued, and why it ended; its autosaves; and where the time
 went: training and evaluation that counted, waiting for autosaves, restoring, repeated work, and the time without a
-process. A script with several fits or evaluations has a line for each. The report names each validation run or
-evaluation that a later process continued, with the batches that ran again.
+process. A script with several fits or evaluations has a line for each. The report says how many batches ran again.
 
 DIR is the name or the directory of a run (<dirpath>/<run_id>), a checkpoint of it, any directory above, or a URL. Of
 several runs, the one that was alive last is reported, and the others are listed. The report reads history.jsonl in the
@@ -343,7 +333,6 @@ def _chapter_json(report: ChapterReport) -> dict[str, object]:
         **asdict(report.chapter),
         "account": {**asdict(account), **sums},
         "segments": [asdict(segment) for segment in report.segments],
-        "continued": [asdict(continued) for continued in report.continued],
     }
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from lightning_faulttolerant.cli.html import Child, Markup, document, pairs, stats, table, tag
 from lightning_faulttolerant.cli.report_pictures import account_bar, autosave_bars, progress
 from lightning_faulttolerant.cli.text import count_text, duration_text, moment_text, plural, share_text, size_text
-from lightning_faulttolerant.records.goodput import EVALUATION, Account, ChapterReport, ContinuedEvaluation, RunReport
+from lightning_faulttolerant.records.goodput import EVALUATION, Account, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import (
     FINISHED,
     Autosave,
@@ -81,27 +81,22 @@ def place_text(place: RunPlace | None, *, in_evaluation: bool = False) -> str:
     return f"{place.epoch}:{place.batch}{inside}"
 
 
-def again_text(continued: ContinuedEvaluation, fit: FitHistory) -> str:
-    """Return where a process continued an evaluation, and how many of its batches ran again.
+def repeated_texts(chapter: Chapter) -> Iterator[str]:
+    """Yield a sentence for each process that has run batches again, with their number.
 
     Args:
-        continued: What is known of that.
-        fit: The fit or evaluation in that process.
+        chapter: Any chapter.
     """
-    place, number = continued.place, continued.num_again
-    if fit.is_evaluation and fit.resumed is None:
-        where = f"ran {fit.name} from its start"
-    elif fit.is_evaluation:
-        where = f"continued {fit.name} before batch {place_text(place, in_evaluation=True)}"
-    elif place is None:
-        where = f"continued {fit.name}"
-    else:
-        run = "" if place.num_validated is None else f"batch {place.num_validated} of the validation run after "
-        where = f"continued before {run}batch {place.batch} of epoch {place.epoch}"
-    if number:
-        least = "at least " if continued.was_killed else ""
-        return f"{where}: {least}{number:,} {'batch' if number == 1 else 'batches'} of evaluation ran again."
-    return f"{where}: no batch of evaluation {'is known to have run' if continued.was_killed else 'ran'} again."
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            place, repeats = fit.place, fit.resumed and fit.resumed.repeats
+            if place is None or not repeats:
+                continue
+            of_fit = f"batch {place.batch} of epoch {place.epoch}"
+            inside = place.num_validated
+            run = fit.name if fit.is_evaluation else f"the validation run after {of_fit}"
+            where = of_fit if inside is None else f"batch {inside} of {run}"
+            yield f"Process {number} ran {plural(repeats, 'batch')} again, from {where} on."
 
 
 def validation_text(runs: Sequence[Validations], duration: Callable[[float], str] = short_duration) -> str:
@@ -355,15 +350,11 @@ def _evaluation_section(chapter: ChapterReport, made: float) -> Child:
     rows = [_evaluation_row(chapter, number, made) for number in sorted(evaluations)]
     header = ("", "processes", "began", "batches", "autosaves", "took", "ended")
     right = ("processes", "batches", "autosaves", "took")
-    again = [f"Process {each.process + 1} {again_text(each, chapter.fit_of(each))}" for each in chapter.continued]
-    if len(again) > _NUM_NOTES:
-        again = [*again[-_NUM_NOTES:], f"and {len(again) - _NUM_NOTES:,} more before these"]
     return tag(
         "section",
         tag("h2", "Evaluation"),
         table(header, rows, right=right, firm=("", "began"), nouns="evaluations") if rows else None,
         tag("p", validation_text(runs, duration_text), class_="below" if rows else None) if runs else None,
-        tag("ul", (tag("li", text) for text in again), class_="below") if again else None,
     )
 
 
@@ -420,7 +411,8 @@ def _notes(chapter: ChapterReport) -> Child:
     unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
     incidents = [f"Process {number} {text}" for number, fit in fits for text in fit.incidents]
     slow = slow_texts(chapter.chapter.fits)
-    texts = dict.fromkeys((*skipped_texts(chapter.chapter), *incidents, *slow, *unsaved, *texts))
+    repeated = repeated_texts(chapter.chapter)
+    texts = dict.fromkeys((*skipped_texts(chapter.chapter), *incidents, *repeated, *slow, *unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]

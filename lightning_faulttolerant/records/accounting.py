@@ -21,7 +21,6 @@ from lightning_faulttolerant.records.goodput import (
     USEFUL,
     Account,
     ChapterReport,
-    ContinuedEvaluation,
     RunReport,
     Segment,
 )
@@ -32,7 +31,6 @@ from lightning_faulttolerant.records.history import (
     Process,
     RunHistory,
     RunPlace,
-    Validations,
     name_of,
 )
 
@@ -77,7 +75,6 @@ def chapter_report(chapter: Chapter, number: int = 1) -> ChapterReport:
         chapter=chapter,
         account=replace(account, data=data, training=account.training - data),
         segments=tuple(segments),
-        continued=continued_of(chapter),
     )
 
 
@@ -254,79 +251,3 @@ def _wait(autosave: Autosave) -> tuple[float, float]:
     if autosave.number > 1 or autosave.is_in_background:
         return autosave.taken, autosave.taken + autosave.seconds
     return autosave.time - autosave.seconds, autosave.time
-
-
-def continued_of(chapter: Chapter) -> tuple[ContinuedEvaluation, ...]:
-    """Return the evaluations and validation runs that a later process continued, or ran again.
-
-    Args:
-        chapter: A chapter with at least one process.
-    """
-    pieces: dict[int, list[Validations]] = {}
-    made = []
-    for index, process in enumerate(chapter.processes):
-        for fit in process.fits:
-            if fit.started is None or not fit.has_trained:
-                continue
-            before = [other for one in chapter.processes[:index] for other in one.fits if other.number == fit.number]
-            pieces[fit.number], num_again = _set_back(
-                pieces.get(fit.number, []), continues_from(fit, chapter.processes[:index]), fit.place
-            )
-            is_inside = fit.is_evaluation or (fit.place is not None and fit.place.num_validated is not None)
-            if num_again or (is_inside and any(other.has_trained for other in before)):
-                made.append(
-                    ContinuedEvaluation(
-                        process=index,
-                        fit=fit.number,
-                        place=fit.place,
-                        num_again=num_again,
-                        was_killed=bool(before) and before[-1].reason is None,
-                    )
-                )
-            pieces[fit.number] += [_whole_evaluation(fit)] if fit.is_evaluation else fit.validations
-    return tuple(made)
-
-
-def _whole_evaluation(fit: FitHistory) -> Validations:
-    first, last = ((place.num_validated or 0) if place is not None else 0 for place in (fit.place, fit.last_place))
-    return Validations(
-        since=fit.started or fit.began,
-        until=fit.last_seen,
-        place=None,
-        seconds=0.0,
-        num_batches=max(last - first, 0),
-        first=first,
-    )
-
-
-def _set_back(pieces: Sequence[Validations], time: float, place: RunPlace | None) -> tuple[list[Validations], int]:
-    """Return the parts of validation runs that still count, and how many batches do not, since a fit continues.
-
-    Args:
-        pieces: The parts that have counted so far.
-        time: When the state was taken that the fit continues from.
-        place: Where that was.
-    """
-    kept, num_again = [], 0
-    for piece in pieces:
-        if piece.since >= time:
-            num_again += piece.num_batches
-            continue
-        num_validated = _num_validated_in(piece, place)
-        if piece.until > time and num_validated is not None:
-            num_batches = min(max(num_validated - piece.first, 0), piece.num_batches)
-            num_again += piece.num_batches - num_batches
-            piece = replace(piece, until=time, num_batches=num_batches)
-        kept.append(piece)
-    return kept, num_again
-
-
-def _num_validated_in(piece: Validations, place: RunPlace | None) -> int | None:
-    """Return the number of batches before a place in that validation run or evaluation; ``None`` if it is not in it.
-
-    Of several runs, it is not known in which the place is.
-    """
-    if place is None or piece.number > 1:
-        return None
-    is_inside = piece.place is None or (place.epoch, place.batch) == (piece.place.epoch, piece.place.batch)
-    return place.num_validated if is_inside else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_faulttolerant.records.history import Chapter, FitHistory, RunPlace
+from lightning_faulttolerant.records.history import Chapter
 
 STARTING = "starting"
 """From the start of the first process until its fit could fetch its first batch, except the time for restoring."""
@@ -138,25 +138,6 @@ class Account:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContinuedEvaluation:
-    """An evaluation, or a validation run inside a fit, that an earlier process had begun.
-
-    Args:
-        process: The index of the process that continued it.
-        fit: The number of the evaluation, or of the fit.
-        place: Where it was continued; ``num_validated`` is ``None`` if the fit continued before a validation run.
-        num_again: How many batches of evaluation ran again because of this. If `was_killed`, maybe a few more.
-        was_killed: Whether the earlier process could not record how far it was.
-    """
-
-    process: int
-    fit: int
-    place: RunPlace | None
-    num_again: int
-    was_killed: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChapterReport:
     """A chapter with the account of its time.
 
@@ -165,19 +146,12 @@ class ChapterReport:
         chapter: The chapter.
         account: How its time was spent.
         segments: The same in order of time, without gaps.
-        continued: The evaluations that a later process continued or ran again, in order of time.
     """
 
     number: int
     chapter: Chapter
     account: Account
     segments: tuple[Segment, ...]
-    continued: tuple[ContinuedEvaluation, ...] = ()
-
-    def fit_of(self, continued: ContinuedEvaluation) -> FitHistory:
-        """Return the evaluation, or the fit with the validation run, in the process that continued it."""
-        fits = self.chapter.processes[continued.process].fits
-        return next(fit for fit in fits if fit.number == continued.fit)
 
     @property
     def began(self) -> float:

@@ -14,7 +14,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
   of the last hang that a watcher of this run has noticed.
 - ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``continues`` (whether it
   continues where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (for
-  restoring), ``restored``, ``not_exact``, ``notes`` (lists of strings).
+  restoring), ``restored``, ``not_exact``, ``notes`` (lists of strings), ``repeats`` (how many batches ran again, or
+  ``null``).
   A branch has ``parent``: the run and the autosave that it began from, its place, and ``changed`` (lines).
 - ``autosave``: an autosave is written and verified. Its place, ``name`` (of its file), ``taken`` (when its state was
   taken), ``seconds`` (that training waited for it), ``bytes``, ``in_background`` (whether it was written so),
@@ -144,6 +145,7 @@ class Resumed:
         not_exact: What did not continue exactly, each with the reason.
         notes: What is worth knowing.
         continues: Whether it continues where this run was; if not, it begins a new run from a given checkpoint.
+        repeats: How many batches an earlier process had run from there on; ``None`` if that is not known.
     """
 
     path: str
@@ -153,6 +155,7 @@ class Resumed:
     not_exact: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     continues: bool = True
+    repeats: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +214,6 @@ class Validations:
         place: After which batch it came; for several, the last one.
         seconds: How long it took, without waiting for autosaves; for several, the sum.
         num_batches: How many of its batches the process evaluated; for several, the sum.
-        first: Its first batch in this process: not 0 if an earlier one had begun it. For several, that of the first.
         number: The number of validation runs that it stands for.
         is_over: Whether it came to its end.
     """
@@ -221,7 +223,6 @@ class Validations:
     place: RunPlace | None
     seconds: float
     num_batches: int
-    first: int = 0
     number: int = 1
     is_over: bool = True
 

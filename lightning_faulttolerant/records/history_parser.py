@@ -244,6 +244,7 @@ class _Reader:
                 not_exact=_texts(resumed, "not_exact"),
                 notes=_texts(resumed, "notes"),
                 continues=continues,
+                repeats=_whole(resumed.get("repeats")),
             )
 
     def _start_over(self) -> None:
@@ -310,7 +311,6 @@ def _validations(line: Line, now: float, *, lowest: float) -> Validations:
         place=place_of(line),
         seconds=min(max(_number(line.get("seconds")) or 0.0, 0.0), until - since),
         num_batches=_whole(line.get("num_batches")) or 0,
-        first=_whole(line.get("first")) or 0,
         number=max(_whole(line.get("number")) or 1, 1),
     )
 
@@ -332,7 +332,6 @@ def _unfinished(line: Line, fit: _Fit, now: float) -> Validations | None:
         place=place,
         seconds=max(now - since - waited, 0.0),
         num_batches=num_batches,
-        first=first,
         is_over=False,
     )
 

@@ -27,12 +27,14 @@ def with_a_test() -> Story:
     """Return a script that validates, is killed in a validation run and in its test, and ends."""
     story = Story(BEGAN).begin().start().train(100, 10).validate(50, 50, ends=False).autosave().alive()
     story.validate(7, 7, ends=False).alive()
-    story.begin().start(resumed=1, name=story.newest, batch=10, evaluated=50).validate(50, 50, first=50).autosave()
+    story.begin().start(resumed=1, name=story.newest, batch=10, evaluated=50, repeats=7).validate(
+        50, 50, first=50
+    ).autosave()
     fit = story.end().newest
     story.begin(same=True, fit=2, function="test").start(evaluated=0).validate(30, 30).autosave().validate(5, 5).alive()
     test = story.newest
     story.begin().start(resumed=1, name=fit, batch=10).end()
-    story.begin(same=True, fit=2, function="test").start(resumed=1, name=test, batch=10, evaluated=30)
+    story.begin(same=True, fit=2, function="test").start(resumed=1, name=test, batch=10, evaluated=30, repeats=5)
     return story.validate(70, 70).autosave(seconds=9).end().done()
 
 

@@ -470,18 +470,23 @@ def test_without_a_part(tmp_path: Path) -> None:
         assert shows in different_names(whole, start.events[0]), part
 
 
-@pytest.mark.parametrize("stage", ["fit", "predict"])
-def test_history_of_an_evaluation(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "places", "repeats"),
+    [
+        ("fit", [0, 2, 2, 2], [None, 0, 1, 2]),  # its saves wait for the repeated batches
+        ("predict", [0, 2, 2, 4], [None, 0, 1, 0]),
+    ],
+)
+def test_history_of_an_evaluation(stage: str, places: list[int], repeats: list[int | None], tmp_path: Path) -> None:
     """An evaluation is in the history like a fit: its starts and ends, where it continued, and what ran again."""
     training = Training(group=group_of(PLAIN), root=tmp_path, stage=stage)
-    for cut in (inside(1), inside(3, by=KILL), inside(4, by=0), None):
-        assert training.start(cut).codes == [cut.exit_code if cut else 0]
+    for cut, options in ((inside(1), {}), (inside(3, by=KILL), RARELY), (inside(4, by=0), {}), (None, {})):
+        assert training.start(cut, **options).codes == [cut.exit_code if cut else 0]
     chapter = chapter_of(tmp_path)
     assert [process.reason for process in chapter.processes] == ["stopped by SIGTERM", None, "Struck", "finished"]
     assert {fit.name for fit in chapter.fits} == {f"{stage}-1"}
-    assert [fit.place.num_validated or 0 for fit in chapter.fits if fit.place is not None] == [0, 2, 3, 4]
+    assert [fit.place.num_validated or 0 for fit in chapter.fits if fit.place is not None] == places
     report = chapter_report(chapter)
-    again = [(each.process, each.num_again, each.was_killed) for each in report.continued]
-    assert again == [(1, 0, False), (2, 0, True), (3, 1, False)]
+    assert [fit.resumed and fit.resumed.repeats for fit in chapter.fits] == repeats
     assert (report.account.training > 0) == (stage == "fit")
     assert report.account.evaluation > 0

@@ -59,6 +59,7 @@ class Story:
         batch: int = 0,
         continues: bool = True,
         evaluated: int | None = None,
+        repeats: int | None = None,
     ) -> Story:
         """Let the fit start, at a batch, resumed from an autosave (the newest by default) within a number of seconds.
 
@@ -69,7 +70,7 @@ class Story:
         if resumed is not None:
             path = f"/runs/run/fit-{self.fit}/{name or self.newest}"
             told = {"path": path, "position": "somewhere", "seconds": resumed, "restored": ["weights"]}
-            told |= {"not_exact": [], "notes": []}
+            told |= {"not_exact": [], "notes": [], "repeats": repeats}
         place = self.place if evaluated is None else {**self.place, "num_validated": evaluated}
         return self._add(START, **place, num_ranks=1, continues=continues and told is not None, resumed=told)
 

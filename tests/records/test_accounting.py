@@ -34,12 +34,9 @@ def told(story: Story, *, is_shortened: bool = False) -> ChapterReport:
     return chapter_report(chapter)
 
 
-def row(story: Story, *again: tuple[int, int, bool], **account: float) -> Any:
-    """Return a row: a run, its account, and for each continued evaluation its process and the batches that ran again.
-
-    The last value of an evaluation says whether more batches may have run, as the process before it was killed.
-    """
-    return story, account, list(again)
+def row(story: Story, **account: float) -> Any:
+    """Return a row: a run, and its account."""
+    return story, account
 
 
 FIRST, SECOND = (f"autosave-0000000{number}.ckpt" for number in (1, 2))
@@ -99,28 +96,28 @@ ACCOUNTS = {
     "a killed validation run does its batches again from the autosave": row(
         Story().begin().start().train(100).validate(30, 9, ends=False).autosave().validate(8, 4, ends=False).alive()
         .wait(60).begin().start(resumed=0, batch=1, evaluated=9).validate(20, 6, first=9).train(7).end().done(),
-        (2, 4, True), training=107, evaluation=50, redone=8, down=60),
+        training=107, evaluation=50, redone=8, down=60),
     "a stopped validation run loses nothing": row(
         Story().begin().start().train(100).validate(30, 9, ends=False).autosave().end(SIGTERM)
         .begin().start(resumed=0, batch=1, evaluated=9).validate(20, 6, first=9).end().done(),
-        (2, 0, False), training=100, evaluation=50),
+        training=100, evaluation=50),
     "a validation run whose start was captured is lost from there": row(
         Story().begin().start().train(100).validate(30, 9, ends=False)
         .autosave(seconds=1, taken=1100.0, num_validated=0).end(SIGTERM)
         .begin().start(resumed=0, batch=1, evaluated=0).validate(50, 15).end().done(),
-        (2, 9, False), training=100, evaluation=50, saving=1, redone=30),
+        training=100, evaluation=50, saving=1, redone=30),
     "batches that ran three times are counted twice": row(
         Story().begin().start().validate(5, 5, ends=False).autosave().validate(9, 9, ends=False).alive()
         .begin().start(resumed=0, evaluated=5).validate(4, 4, first=5, ends=False).alive()
         .begin().start(resumed=0, evaluated=5).validate(20, 20, first=5).end().done(),
-        (2, 9, True), (3, 4, True), evaluation=25, redone=13),
+        evaluation=25, redone=13),
     "evaluations of a script count like fits": row(
         Story().begin().start().train(100).autosave(seconds=1).end().wait(2).begin(same=True, fit=2, function="test")
         .wait(1).start(evaluated=0).validate(40, 40).autosave(seconds=1).validate(7, 7).alive()
         .wait(30).begin().wait(3).start(resumed=1, name=FIRST, batch=1).end()
         .begin(same=True, fit=2, function="test").wait(1).start(resumed=1, name=SECOND, batch=1, evaluated=40)
         .validate(60, 60).autosave(seconds=1).end().wait(4).done(),
-        (2, 7, True), training=100, evaluation=100, saving=3, outside=7, redone=7, down=30, restoring=2, restarting=2),
+        training=100, evaluation=100, saving=3, outside=7, redone=7, down=30, restoring=2, restarting=2),
     "if a clock goes back, no time passes": row(
         Story().begin().start().train(10).autosave(seconds=1)
         .wait(-500).begin(since=5).start(resumed=1, batch=1).train(520).end(),
@@ -129,12 +126,11 @@ ACCOUNTS = {
 # fmt: on
 
 
-@pytest.mark.parametrize(("story", "account", "again"), ACCOUNTS.values(), ids=ACCOUNTS)
-def test_account_of_a_run(story: Story, account: dict[str, float], again: list[tuple[int, int, bool]]) -> None:
-    """Each second is where it belongs, and what ran again is known."""
+@pytest.mark.parametrize(("story", "account"), ACCOUNTS.values(), ids=ACCOUNTS)
+def test_account_of_a_run(story: Story, account: dict[str, float]) -> None:
+    """Each second is where it belongs."""
     found = told(story)
     assert {kind: getattr(found.account, kind) for kind in KINDS if getattr(found.account, kind)} == account
-    assert [(each.process + 1, each.num_again, each.was_killed) for each in found.continued] == again
     assert all(one.ended == other.began for one, other in pairwise(found.segments))
     assert all(segment.seconds > 0 for segment in found.segments)
     assert all(one.process <= other.process for one, other in pairwise(found.segments))
@@ -153,7 +149,6 @@ def test_evaluation_that_runs_from_its_start_again_is_the_same_chapter() -> None
     story.lines[-1]["continues"] = True
     found = told(story.validate(100, 100).end().done())
     assert (found.account.evaluation, found.account.redone, found.account.down) == (100, 40, 1)
-    assert [each.num_again for each in found.continued] == [40]
 
 
 def test_shares_of_an_account() -> None:

@@ -164,7 +164,8 @@ class Proving:
         self.changed_arithmetic: Sequence[str] = ()
         self._noted: dict[str, Leaves] = {}
         self._has_workers = False
-        self._num_read_back = self._num_to_repeat = self._repeats_until = 0
+        self._num_read_back = self._repeats_until = 0
+        self._num_to_repeat: int | None = None
         self._repetition: Repetition | None = None
 
     @property
@@ -196,7 +197,7 @@ class Proving:
         self.changed_arithmetic = changed
         if self._repetition is not None and position is not None:
             self._num_to_repeat = self._repetition.begin(position, is_exact=is_exact)
-        most = min(max(ranks.to_all("batches to repeat", self._num_to_repeat)), _MAX_HELD)
+        most = min(max(ranks.to_all("batches to repeat", self._num_to_repeat or 0)), _MAX_HELD)
         self._repeats_until = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready + most
 
     def holds_saves(self) -> bool:

@@ -34,13 +34,14 @@ class Proof:
             they were saved. Texts, and what depends on the process or the clock, are not compared.
         has_workers: Whether data-loading workers have restored generators. They compare them by themselves, before
             their first batch.
-        num_to_repeat: How many batches an earlier process has run from here on.
+        num_to_repeat: How many batches an earlier process has run from here on; ``None`` if that is not known, because
+            it was another machine or another number of ranks.
         num_repeated: How many of them this process has run, too, with the same samples and results.
     """
 
     num_read_back: int = 0
     has_workers: bool = False
-    num_to_repeat: int = 0
+    num_to_repeat: int | None = None
     num_repeated: int = 0
 
     def __str__(self) -> str:

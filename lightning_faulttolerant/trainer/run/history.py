@@ -202,7 +202,7 @@ class HistoryWriter:
         resumed = None
         if report is not None:
             told = {**asdict(report), "not_exact": report.all_not_exact, "seconds": round(report.seconds, 6)}
-            resumed = {name: told[name] for name in names}
+            resumed = {**{name: told[name] for name in names}, "repeats": report.proof.num_to_repeat}
         self._add(
             START,
             **self._start_place(position),

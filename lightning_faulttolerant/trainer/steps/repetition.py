@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from ctypes import c_char
@@ -174,24 +175,28 @@ class Repetition:
         if self._function == FIT:
             patches.around(self._trainer.fit_loop, "on_run_end", self._around_end)
 
-    def begin(self, position: TrainerPosition, *, is_exact: bool) -> int:
+    def begin(self, position: TrainerPosition, *, is_exact: bool) -> int | None:
         """Begin with the next batch. Return how many batches an earlier process has run from here on.
+
+        ``None`` stands for a place that no process on this machine is known to have reached.
 
         Args:
             position: Where the state was taken.
             is_exact: Whether the state is the one of that process.
         """
         self._evaluated = position.num_evaluated or 0
+        now = self._total.ready, self._evaluated
+        is_known = is_exact and max(map(_number_of, self._record.earlier), default=(0, 0)) >= now
         if is_exact:
-            now = self._total.ready, float("inf") if position.num_evaluated is None else self._evaluated
-            self.known = {one.place: one for one in self._record.earlier if (one.number, one.evaluated) > now}
+            after = now if position.num_evaluated is not None else (self._total.ready, math.inf)
+            self.known = {one.place: one for one in self._record.earlier if _number_of(one) > after}
         else:
             self._record.clear()
         for loop in (self._training, self._evaluation):
             loop.find_trackers()
             loop.order()  # from here on, what moves counts
         self._last = max((one.number for one in self.known.values()), default=0)
-        return len(self.known)
+        return len(self.known) if is_known and self._record.process > 1 else None
 
     def close(self, *, is_finished: bool, is_refused: bool) -> None:
         """Read what is still to come from the device, and close the record.
@@ -223,11 +228,14 @@ class Repetition:
 
     def _wrap_step(self, original: Method) -> Method:
         state, is_on, note = self._trainer.state, self._is_on, self._note
+        training, evaluation = self._training, self._evaluation
 
         def step(*args: Any, **kwargs: object) -> object:
             output = original(*args, **kwargs)
+            is_training = state.stage is RunningStage.TRAINING
+            order = (training if is_training else evaluation).order()
             if is_on() and state.stage is not RunningStage.SANITY_CHECKING:
-                note(args, output, is_training=state.stage is RunningStage.TRAINING)
+                note(args, output, order, is_training=is_training)
             return output
 
         return step
@@ -239,15 +247,15 @@ class Repetition:
 
         return log_metrics
 
-    def _note(self, args: tuple[Any, ...], output: object, *, is_training: bool) -> None:
+    def _note(self, args: tuple[Any, ...], output: object, order: int, *, is_training: bool) -> None:
         number, batch, loader = self._total.ready, self._training.current.ready, 0
         if not is_training:
             self._evaluated += 1
-            loader, order = args[2] if len(args) > _NUM_ARGUMENTS else 0, self._evaluation.order()
+            loader = args[2] if len(args) > _NUM_ARGUMENTS else 0
         elif number == self._noted:  # some optimizers call the step again
             return
         else:
-            self._evaluated, batch, order = 0, batch - 1, self._training.order()
+            self._evaluated, batch = 0, batch - 1
         self._noted, logged, self._logged = number, self._logged, 0
         content = self._moved if self._is_moved else sampled_digest(args[0])
         place = (number, self._epochs.completed, batch, self._evaluated, loader, self._process, order, content)
@@ -315,8 +323,11 @@ class Repetition:
 
     def _elsewhere(self, line: BatchLine) -> BatchLine | None:
         """Return the line of an earlier process that has this number, but another place."""
-        number = line.number, line.evaluated
-        return next((one for one in self.known.values() if (one.number, one.evaluated) == number), None)
+        return next((one for one in self.known.values() if _number_of(one) == _number_of(line)), None)
+
+
+def _number_of(line: BatchLine) -> tuple[int, int]:
+    return line.number, line.evaluated
 
 
 _MAX_PENDING = 8
