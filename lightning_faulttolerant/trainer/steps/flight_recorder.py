@@ -31,12 +31,12 @@ from lightning_faulttolerant.records.requests import StepPlace
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.state.tensors import shard_of
 from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
-from lightning_faulttolerant.trainer.loaders.loaders import Loaders
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.steps.compat import fetches_seen
 from lightning_faulttolerant.trainer.steps.digests import digest
+from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
 from lightning_faulttolerant.trainer.steps.incident_writer import IncidentWriter
-from lightning_faulttolerant.trainer.steps.ledger import LastBatchIndices
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +57,9 @@ class StepDump:
         self._trainer = trainer
         self._loaders = loaders
         self._directory = directory
-        self._order = LastBatchIndices(trainer, loaders)
+        self._followed = FollowedLoop(trainer.fit_loop.epoch_loop, loaders, TRAIN)
         self._place: StepPlace | None = None
         self._known: dict[str, Any] = {}
-        self._order.take_seam(patches)
         patches.around(trainer.strategy, "training_step", self._around_step)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
@@ -99,6 +98,7 @@ class StepDump:
             torch.save({**step, **kept, "fetched": None, "generators": tensors}, f"{path}.pt")
 
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
+        self._followed.order()
         if self._place is None:
             return original(*args, **kwargs)
         states, fetched = rng_state(), []
@@ -108,13 +108,14 @@ class StepDump:
             # Noted before the step: an exception in it must not lose them.
             self._note(fetched, states)
             output = original(*args, **kwargs)
+        self._followed.order()  # a step may fetch by itself
         self._note(fetched, states)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._known["loss"] = loss.detach().cpu().clone() if isinstance(loss, torch.Tensor) else None
         return output
 
     def _note(self, fetched: list[object], states: Mapping[str, bytes]) -> None:
-        indices = self._order.indices_of_batch()
+        indices = self._followed.indices()
         self._known |= {
             "fetched": fetched[0] if len(fetched) == 1 else list(fetched),
             "indices": None if indices is None else {place: _listed(each) for place, each in indices.items()},

@@ -2,8 +2,6 @@
 
 `lightning_faulttolerant.records.ledger` describes the lines.
 
-A line names the samples of a batch as the index samplers have yielded them.
-
 The batches of validation runs and evaluations: what a ledger says of each, and where a drill finds it.
 """
 
@@ -23,10 +21,9 @@ from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
-from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, fetches_ahead, num_completed, step_fetches
+from lightning_faulttolerant.trainer.compat import num_completed, step_fetches
 from lightning_faulttolerant.trainer.evaluation.compat import is_predicting
-from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
-from lightning_faulttolerant.trainer.loaders.trackers import PrefetchState
+from lightning_faulttolerant.trainer.loaders.loaders import TRAIN
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated, stage_of
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
@@ -45,6 +42,7 @@ from lightning_faulttolerant.trainer.steps.digests import (
     optimizers_digest,
     weights_digest,
 )
+from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.any_session import AnySession
@@ -206,7 +204,8 @@ class FitLedger:
         self._trainer = trainer
         self._lines = _Lines(file, number)
         self._session = session
-        self._order = None if session is None else LastBatchIndices(trainer, session.loaders)
+        loop = trainer.fit_loop.epoch_loop
+        self._followed = None if session is None else FollowedLoop(loop, session.loaders, TRAIN)
         self._has_begun = self._has_told_resume = False
         self._logged = _LoggedValues(trainer, self._log)
         self._batch: dict[str, object] = {}
@@ -232,8 +231,6 @@ class FitLedger:
 
     def _take_seams_of_training(self) -> None:
         patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
-        if self._order is not None:
-            self._order.take_seam(patches)
         patches.around(logger_connector(self._trainer), "on_batch_start", self._around_batch_start)
         patches.around(epoch_loop.automatic_optimization, "run", self._around_step)
         patches.around(epoch_loop.manual_optimization, "run", self._around_step)
@@ -319,8 +316,12 @@ class FitLedger:
         known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
         if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
             known["content"] = digest(batch)
-            known["order"] = None if self._order is None else self._order.of_batch()
+            known["order"] = self._order()
         return known
+
+    def _order(self) -> str | None:
+        order = 0 if self._followed is None else self._followed.order()
+        return f"{order:08x}" if order else None
 
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         if step_fetches(self._trainer):
@@ -343,7 +344,7 @@ class FitLedger:
 
         def seen(batch: object) -> None:
             contents.append(digest(batch))
-            orders.append(None if self._order is None else self._order.of_batch())
+            orders.append(self._order())
 
         with fetches_seen(self._trainer.fit_loop, seen):
             outcome = original(*args, **kwargs)
@@ -381,65 +382,3 @@ class FitLedger:
             epoch_end=closes_epoch and not validating,
             logger=logger,
         )
-
-
-Places = Mapping[str, tuple[Any, int]]
-"""Each loader's iteration, and how many of its batches have come out."""
-
-
-class LastBatchIndices:
-    """Finds the indices of the batch that was fetched last.
-
-    Args:
-        trainer: The trainer of the fit.
-        loaders: The loaders of the fit.
-    """
-
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
-        self._trainer = trainer
-        self._loaders = loaders
-        self._before: Places = {}
-
-    def take_seam(self, patches: Patches) -> None:
-        """Note the positions of the loaders before each fetch: a batch has samples only from the loaders that move."""
-        patches.around(self._trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._around_before_fetch)
-
-    def _around_before_fetch(self, original: Method) -> None:
-        self._before = self._places()
-        original()
-
-    def _places(self) -> Places:
-        trackers = self._loaders.trackers.items()
-        training = {p: t.iteration for p, t in trackers if p.startswith(TRAIN) and not t.is_gone}
-        return {place: (iteration, iteration.num_out) for place, iteration in training.items() if iteration is not None}
-
-    def of_batch(self) -> str | None:
-        """Return the digest of the indices of the current batch; ``None`` if they are not known."""
-        indices = self.indices_of_batch()
-        return None if indices is None else digest(indices)
-
-    def indices_of_batch(self) -> dict[str, object] | None:
-        """Return the indices of the current batch, by the place of their loader; ``None`` if they are not known."""
-        if fetches_ahead(self._trainer):
-            before, after = _marked(self._loaders.prefetches.before), _marked(self._loaders.prefetches.last)
-        else:
-            before, after = self._before, self._places()
-        indices = {}
-        for place, (iteration, num_out) in after.items():
-            if _same(before.get(place), iteration, num_out):
-                continue
-            record = getattr(iteration, "record", None)
-            if record is None or (batch := record.batch(num_out - 1)) is None:
-                return None
-            indices[place] = batch
-        return indices or None
-
-
-def _marked(mark: PrefetchState | None) -> Places:
-    return {} if mark is None else mark.iterations
-
-
-def _same(before: tuple[object, int] | None, iteration: object, num_out: int) -> bool:
-    if before is None or before[0] is not iteration:
-        return num_out == 0
-    return before[1] == num_out

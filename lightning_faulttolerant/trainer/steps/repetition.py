@@ -11,7 +11,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from ctypes import c_char
+from ctypes import Array, c_char
 from dataclasses import dataclass
 from typing import Any, final
 from zlib import crc32
@@ -21,12 +21,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
-from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.records.batches import BatchLine, BatchRecord
 from lightning_faulttolerant.state.tensors import is_readable, shard_of
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of
+from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
 
 _NUM_SAMPLED = 256
 _MAX_ITEMS = 64
@@ -35,7 +35,6 @@ _Place = tuple[int, ...]
 """The first fields of `BatchLine`, up to the output."""
 _NUM_ARGUMENTS = 2  # of a step: the batch and its number; in an evaluation of several loaders, also that of the loader
 _SHOWN = (str, int, float)
-_MASK = 0xFFFF_FFFF
 PLACE, ORDER, CONTENT, OUTPUT = "place", "order", "content", "output"
 _TOLD = {PLACE: "is elsewhere", ORDER: "has other indices", CONTENT: "is another batch", OUTPUT: "has another result"}
 
@@ -73,43 +72,6 @@ class OtherBatch:
 
 
 @final
-class _FollowedLoop:
-    """One of the Trainer's loops: its counter, and the indices that its loaders yield.
-
-    Args:
-        loop: The loop that counts the batches.
-        loaders: The loaders of the run.
-        stage: The prefix of the places of the loop's loaders.
-    """
-
-    def __init__(self, loop: Any, loaders: Loaders, stage: str) -> None:
-        self.current = loop.batch_progress.current
-        self._loaders = loaders
-        self._stage = stage
-        self._noted_places: list[list[Any]] = []
-
-    def find_trackers(self) -> None:
-        """Find the loaders that have indices. Of each, its last iteration and number of batches are noted."""
-        followed = self._loaders.trackers.items()
-        own = [one for place, one in followed if place.startswith(self._stage) and isinstance(one, TrackedLoader)]
-        known = {id(noted[0]): noted for noted in self._noted_places}
-        self._noted_places = [known.get(id(one), [one, None, 0]) for one in own if not one.is_gone]
-
-    def order(self) -> int:
-        """Return a checksum of the indices of the loaders that have yielded a batch since the last call."""
-        if self.current.ready <= 1:  # the first batch of an epoch, or of an evaluation
-            self.find_trackers()
-        found = 0
-        for noted in self._noted_places:
-            tracker, before, num_before = noted
-            iteration = tracker.iteration
-            if iteration is not None and iteration.num_out != (num_before if iteration is before else 0):
-                noted[1], noted[2] = iteration, iteration.num_out
-                found = 31 * found + _hash_of(iteration.record.batch(iteration.num_out - 1))
-        return found & _MASK
-
-
-@final
 class Repetition:
     """Notes each batch of a fit or an evaluation, and compares those that were run before.
 
@@ -144,9 +106,9 @@ class Repetition:
         """The lines of batches that are still to be repeated, by place."""
         # They stay the same objects, and the trainer's properties take longer to ask.
         self._total = trainer.fit_loop.epoch_loop.batch_progress.total
-        self._training = _FollowedLoop(trainer.fit_loop.epoch_loop, loaders, TRAIN)
+        self._training = FollowedLoop(trainer.fit_loop.epoch_loop, loaders, TRAIN)
         stage = VALIDATION if self._function == FIT else self._function
-        self._evaluation = _FollowedLoop(loop_of(trainer), loaders, stage)
+        self._evaluation = FollowedLoop(loop_of(trainer), loaders, stage)
         self._epochs = trainer.fit_loop.epoch_progress.current
         self._process = record.process
         self._is_moved = trainer.strategy.root_device.type != "cpu"
@@ -373,7 +335,9 @@ def sampled_digest(value: object, digest: int = 0) -> int:
     return crc32(repr(value).encode("utf-8", "surrogatepass"), digest) if isinstance(value, _SHOWN) else digest
 
 
-_bytes = functools.cache(lambda num: c_char * num)  # each multiplication takes as long as a checksum
+@functools.cache  # making a type takes as long as a checksum
+def _bytes(num: int) -> type[Array[c_char]]:
+    return c_char * num
 
 
 def _of_tensor(tensor: Tensor, digest: int) -> int:
@@ -393,9 +357,3 @@ def _of_tensor(tensor: Tensor, digest: int) -> int:
     for at in (0, num_bytes // 2, num_bytes - _MAX_BYTES):
         digest = crc32(_bytes(_MAX_BYTES).from_address(address + at), digest)
     return digest
-
-
-def _hash_of(indices: object) -> int:
-    """Return a hash of an index batch that is the same in each process, or 0 if it is not a list of integers."""
-    is_plain = type(indices) is list and set(map(type, indices)) == {int}
-    return hash(tuple(indices)) if is_plain else hash(indices) if type(indices) is int else 0  # type: ignore[arg-type]
