@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ _MAGIC = b"batches4"
 # another one.
 _LINE = struct.Struct("<QQ9I4xQ")
 _NUM_LINES = 1 << 14
+_KEPT_SECONDS = 30 * 24 * 3600
 
 
 class BatchLine(NamedTuple):
@@ -77,6 +79,7 @@ class BatchRecord:
     def __init__(self, name: str, *, is_new: bool, life: str, sources: Mapping[str, int]) -> None:
         directory = os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{os.geteuid()}")
         os.makedirs(directory, mode=0o700, exist_ok=True)
+        _remove_old(directory)
         self._path = os.path.join(directory, f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.record")
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -84,6 +87,7 @@ class BatchRecord:
                 os.ftruncate(descriptor, 0)
             # A write into a hole of a file on a full disk would end the process.
             os.posix_fallocate(descriptor, 0, _HEADER_BYTES + _LINE.size * _NUM_LINES)
+            os.utime(descriptor)  # a write into the memory may not change its time
             self._memory = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
@@ -127,3 +131,11 @@ class BatchRecord:
         if is_finished:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+
+
+def _remove_old(directory: str) -> None:
+    """Remove the records of runs that were not continued on this machine."""
+    for one in os.scandir(directory):
+        with contextlib.suppress(OSError):  # another process has removed it
+            if time.time() - one.stat().st_mtime > _KEPT_SECONDS:
+                os.unlink(one.path)

@@ -151,7 +151,8 @@ class Stream(IterableDataset[Tensor]):
     """Samples in order."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (torch.full((4,), float(index)) for index in range(28 if "long" in PLACES else 24))
+        length = 28 if "long" in PLACES else 20 if "short" in PLACES else 24
+        return (torch.full((4,), float(index)) for index in range(length))
 
 
 class Order(Sampler[int]):
@@ -244,6 +245,7 @@ SPLIT = Row(name="split", train=lambda: DataLoader(Subset(Outside(), torch.randp
 SCALER = {"plugins": MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=16.0, growth_interval=2))}
 SCALED = Row(name="scaled", trainer=SCALER)
 STREAM = Row(name="stream", train=lambda: DataLoader(Stream(), 4))
+JUDGED = Row(name="judged", module=Edited, validation=lambda: DataLoader(Stream(), 4))
 KILLED = Cut(at=(1, 1), every=4)
 
 
@@ -327,7 +329,21 @@ OTHERS: dict[str, tuple[Row, Break, str]] = {
     "function of a scheduler": (SHUFFLED, see("schedule"), "repeated.output"),
     "loss of a manual step": (MANUAL, lambda: os.environ.update(SCALE="1.5"), "repeated.output"),
     "noise in a manual step": (MANUAL, see("gradients"), "repeated.output"),
-    "more samples in a stream": (STREAM, see("long"), "repeated.place: batch 6 of epoch 0 .*: batch 0 of epoch 1 then"),
+    "more samples in a stream": (
+        STREAM,
+        see("long"),
+        "repeated.place: batch 6 of epoch 0 .*: batch 0 of the validation run after batch 6 of epoch 0 then",
+    ),
+    "fewer batches of an evaluation": (
+        JUDGED,
+        see("short"),
+        r"repeated.place: batch 0 of epoch 1 .*: batch 5 of the validation run after batch 6 of epoch 0 then",
+    ),
+    "more batches of an evaluation": (
+        JUDGED,
+        see("long"),
+        r"repeated.place: batch 6 of the validation run after batch 6 of epoch 0 .*: batch 0 of epoch 1 then",
+    ),
     "order of a sampler": (SHUFFLED, see("seed"), "yields other indices than before batch 4"),
     "more rows": (Row(name="rows", train=shuffled()), see("length"), r"dataset.length: 24 when it was saved, 28 now"),
     "drop_last": (SHUFFLED, see("drop"), "drop_last: False when it was saved, True now"),
@@ -525,6 +541,17 @@ def test_file_that_its_writer_has_changed_is_refused(tmp_path: Path) -> None:
 def records() -> list[Path]:
     """Return the files of all records on this machine."""
     return list(Path(tempfile.gettempdir()).glob("lightning_faulttolerant-*/*.record"))
+
+
+def test_old_record_is_removed(tmp_path: Path) -> None:
+    """The record of a run that was not continued for a month is removed by the next run."""
+    others = records()
+    killed(tmp_path / "old")
+    [old] = set(records()) - set(others)
+    os.utime(old, (0, time.time() - 3_000_000))
+    killed(tmp_path / "new")
+    assert old not in records()
+    assert len(records()) == len(others) + 1
 
 
 def no_space(*_: Any) -> None:

@@ -258,7 +258,7 @@ class Repetition:
     def _is_same(self, line: BatchLine) -> bool:
         if line.number > self._last:
             self._end_known()
-        before = self.known.pop(line.place, None) or self._elsewhere(line) if self.known else None
+        before = self._before(line)
         if before is not None:
             self.repeats_process = before.process
             pairs = ((kind, getattr(before, kind), getattr(line, kind)) for kind in (ORDER, CONTENT, OUTPUT))
@@ -283,9 +283,17 @@ class Repetition:
             self._on_end(self, None)
         self.known = {}
 
-    def _elsewhere(self, line: BatchLine) -> BatchLine | None:
-        """Return the line of an earlier process that has this number, but another place."""
-        return next((one for one in self.known.values() if _number_of(one) == _number_of(line)), None)
+    def _before(self, line: BatchLine) -> BatchLine | None:
+        """Return what an earlier process has run in the place of a batch, or instead of it."""
+        found, number = self.known.pop(line.place, None), _number_of(line)
+        # A training batch whose number is missing was left out by request.
+        following = next((one for one in self.known.values() if one.evaluated or _number_of(one) >= number), None)
+        if following is None:
+            return found
+        if _number_of(following) < number:  # its evaluation had more batches
+            return following
+        is_another = _number_of(following) == number or (line.evaluated and self.num_repeated)
+        return following if found is None and is_another else found
 
 
 def _number_of(line: BatchLine) -> tuple[int, int]:
