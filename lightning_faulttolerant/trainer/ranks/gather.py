@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from lightning_faulttolerant.checkpoint.ranks import Ranks, as_bytes, joined, packed_state
 from lightning_faulttolerant.checkpoint.schema import (
     KEY,
     NOT_EXACT,
     PICKLED,
     CheckpointPart,
-    Instead,
     PartHeader,
 )
 from lightning_faulttolerant.errors import RanksLostError
@@ -55,17 +52,6 @@ def full_state(
     """
     found = {**buffers_state(module), **buffers, **state.get(BUFFERS, {})}
     return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
-
-
-def as_captured(checkpoint: Mapping[str, object], instead: Instead | None, trainer: Trainer) -> Mapping[str, object]:
-    """Return Lightning's checkpoint, with the parts that may differ between ranks as they were at a capture."""
-    if instead is None:
-        return checkpoint
-    found = {**checkpoint, "callbacks": instead["callbacks"], "lr_schedulers": instead["schedulers"]}
-    precision_key = type(trainer.precision_plugin).__qualname__
-    if precision_key in found:
-        found[precision_key] = instead["precision"]
-    return found
 
 
 def gather(

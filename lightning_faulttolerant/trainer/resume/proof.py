@@ -24,11 +24,11 @@ from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.state.objects.graph import is_at
 from lightning_faulttolerant.state.tensors import content_hash, is_readable, shard_of
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters.state import as_saved
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.resume.report import Proof
 from lightning_faulttolerant.trainer.run.fingerprint import Comparison, accepting, names_in
+from lightning_faulttolerant.trainer.save.lightnings import lightnings, weights_in
 from lightning_faulttolerant.trainer.save.run_state import ReadBack, RunState
 from lightning_faulttolerant.trainer.steps.repetition import Repetition
 
@@ -215,19 +215,14 @@ class Proving:
             rewritten: The parts of it that hooks save in another form.
         """
         own = {one.state_key for one in self._callbacks()}
-        found = {
-            "weights": checkpoint.get("current_model_state", checkpoint.get("state_dict", {})),
-            "optimizers": checkpoint.get("optimizer_states", ()),
-            "schedulers": checkpoint.get("lr_schedulers", ()),
-            "callbacks": {key: one for key, one in checkpoint.get("callbacks", {}).items() if key in own},
-            "loops": checkpoint.get("loops", {}).get("fit_loop", {}),
-            "precision": checkpoint.get(type(self._trainer.precision_plugin).__qualname__, {}),
-        }
-        keys = {"weights": "state_dict", "optimizers": "optimizer_states"}
+        found = {**checkpoint, "state_dict": weights_in(checkpoint)}
+        found["callbacks"] = {key: one for key, one in checkpoint.get("callbacks", {}).items() if key in own}
         if has_shards(self._trainer.strategy):  # it has loaded them before, into other tensors
-            rewritten = [*rewritten, *keys.values()]
+            rewritten = [*rewritten, "state_dict", "optimizer_states"]
         self._noted = {
-            name: dict(leaves_of(one, name)) for name, one in found.items() if keys.get(name) not in rewritten
+            part.name: dict(leaves_of(part.find(found), part.name))
+            for part in lightnings(self._trainer)
+            if part.keys[0] not in rewritten or part.is_captured
         }
 
     def forget(self, *parts: str) -> None:
@@ -248,8 +243,12 @@ class Proving:
         noted, self._noted = self._noted, {}
         if not self._trainer.is_global_zero:  # the checkpoint has the buffers of rank 0
             noted["weights"] = self._only_parameters(noted.get("weights", {}))
-        readers = self._readers(run_state.schedulers.plain)
-        found = [one for name, leaves in noted.items() for one in self._compared(leaves, readers[name], name)]
+        found = [
+            one
+            for part in lightnings(self._trainer, run_state.schedulers)
+            if part.name in noted
+            for one in self._compared(noted[part.name], part.read, part.name)
+        ]
         found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
         places = saved.get("loaders", {}).get("places", {}).values()
         self._has_workers = any(place.get("workers") for place in places)
@@ -276,18 +275,6 @@ class Proving:
     def _callbacks(self) -> list[Callback]:
         # The states of ModelCheckpoints continue together with their files.
         return [one for one in compat.callbacks(self._trainer) if not isinstance(one, ModelCheckpoint)]
-
-    def _readers(self, plain: Callable[[list[Any]], object]) -> dict[str, Callable[[], object]]:
-        """Return what reads each part of Lightning's."""
-        trainer = self._trainer
-        return {
-            "weights": lambda: as_saved(trainer, trainer.strategy.lightning_module_state_dict()),
-            "optimizers": lambda: [one.state_dict() for one in trainer.optimizers],
-            "schedulers": lambda: plain([one.scheduler.state_dict() for one in trainer.lr_scheduler_configs]),
-            "callbacks": lambda: {one.state_key: one.state_dict() for one in self._callbacks()},
-            "loops": trainer.fit_loop.state_dict,
-            "precision": trainer.precision_plugin.state_dict,
-        }
 
     def _compared(self, saved: Leaves, read: Callable[[], object], name: str, live: object = None) -> list[ChangedLeaf]:
         now: Leaves = dict(leaves_of(read() if live is None else live, name))

@@ -34,7 +34,7 @@ from lightning_faulttolerant.trainer.objects.splits import Splits
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
 from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
-from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.resume.choice import Choice, Content, Trust
 from lightning_faulttolerant.trainer.resume.loaded import RestoredState
@@ -52,6 +52,7 @@ from lightning_faulttolerant.trainer.run.fingerprint import (
     warn_late,
 )
 from lightning_faulttolerant.trainer.save.capture import put_instead
+from lightning_faulttolerant.trainer.save.lightnings import as_captured
 from lightning_faulttolerant.trainer.save.run_state import OF_RUN, PARTS, TITLES, RunState
 from lightning_faulttolerant.trainer.settings import Options
 

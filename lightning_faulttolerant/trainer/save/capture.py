@@ -13,12 +13,11 @@ from torch import Tensor
 from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.state.tensors import TensorMarks, buffers_state, extra_state, shard_of
-from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from lightning_faulttolerant.trainer.ranks.gather import as_captured
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.resume.parameters import copied_groups, held_by_groups
+from lightning_faulttolerant.trainer.save.lightnings import lightnings, weights_in
 from lightning_faulttolerant.trainer.save.run_state import RunState
 
 
@@ -52,20 +51,15 @@ class Capture:
 def take_capture(run: RunState, position: TrainerPosition) -> Capture:
     """Return the state of this instant that a later dump by Lightning would no longer have."""
     trainer = run.trainer
-    states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
-    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    parts = [part for part in lightnings(trainer, run.schedulers) if part.is_captured]
+    instead: Any = {part.name: copy.deepcopy(part.read()) for part in parts}
+    instead["param_groups"] = [copied_groups(optimizer) for optimizer in trainer.optimizers]
+    instead["buffers"] = buffers_state(trainer.lightning_module)
+    instead["extra"] = extra_state(trainer.lightning_module)
     return Capture(
         position=position,
         state=run.state_dict(position),
-        instead={
-            "loops": copy.deepcopy(trainer.fit_loop.state_dict()),
-            "callbacks": copy.deepcopy({key: state for key, state in states.items() if state}),
-            "schedulers": copy.deepcopy(run.schedulers.plain(schedulers)),
-            "param_groups": [copied_groups(optimizer) for optimizer in trainer.optimizers],
-            "precision": copy.deepcopy(trainer.precision_plugin.state_dict()),
-            "buffers": buffers_state(trainer.lightning_module),
-            "extra": extra_state(trainer.lightning_module),
-        },
+        instead=instead,
         held=held_by_groups(trainer),
         marks=TensorMarks(moving_tensors(trainer)),
         taken_at=perf_counter(),
@@ -75,10 +69,10 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
 def put_instead(checkpoint: dict[str, Any], instead: Instead, position: TrainerPosition, trainer: Trainer) -> None:
     """Replace parts of a later dump of Lightning's by those of a capture, `Capture.instead`."""
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
-    checkpoint["loops"]["fit_loop"] = instead["loops"]
-    checkpoint.update(as_captured(checkpoint, instead, trainer))
-    # WeightAveraging stores the averages as the state_dict, and the module's own state separately.
-    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+    for part in lightnings(trainer):
+        if part.is_captured:
+            part.put(checkpoint, instead)
+    weights = weights_in(checkpoint)
     whole = {name: value for name, value in weights.items() if shard_of(value) is value}
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
     if weights:  # if a strategy gathers them, only rank 0 has them

@@ -56,7 +56,7 @@ from lightning_faulttolerant.trainer.position import (
     position_of,
 )
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
-from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
 from lightning_faulttolerant.trainer.ranks.sharded import (
     IN_SHARDS,
     WITHOUT_STATE,
@@ -69,6 +69,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import (
 from lightning_faulttolerant.trainer.resume.loaded import rewritten_in, sums_of_states, sums_of_weights
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS
 from lightning_faulttolerant.trainer.save.capture import Capture, put_instead
+from lightning_faulttolerant.trainer.save.lightnings import as_captured
 from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
 from lightning_faulttolerant.trainer.sections import OwnTimes
 

@@ -68,6 +68,7 @@ from lightning_faulttolerant.trainer.resume.parameters import GROUPS
 from lightning_faulttolerant.trainer.resume.schedulers import SCHEDULERS, Schedulers
 from lightning_faulttolerant.trainer.run.changes import CREATED
 from lightning_faulttolerant.trainer.save.left_out import LEFT_OUT, LeftOut
+from lightning_faulttolerant.trainer.save.lightnings import weights_in
 from lightning_faulttolerant.trainer.save.part import GONE, MERGED, Moment, Part
 from lightning_faulttolerant.trainer.save.trainer_state import keeps_gradients, load_trainer_state, trainer_state
 from lightning_faulttolerant.trainer.settings import Options
@@ -196,8 +197,7 @@ class RunState:
             checkpoint: Lightning's checkpoint, as users leave it.
             captured: The buffers at the instant of the state, if they have changed since.
         """
-        weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
-        carried, sums = self.left_out.found(weights) if state else ({}, {})
+        carried, sums = self.left_out.found(weights_in(checkpoint)) if state else ({}, {})
         if not (carried or sums):
             return state
         carried = {name: captured.get(name, one) for name, one in carried.items()}
