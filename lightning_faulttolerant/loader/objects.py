@@ -28,7 +28,8 @@ from lightning_faulttolerant.state.objects.kinds import (
     is_shared_value,
     is_walked,
 )
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of, users_namespaces
 from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import is_global, names_in_libraries

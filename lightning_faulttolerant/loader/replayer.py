@@ -29,7 +29,7 @@ from lightning_faulttolerant.loader.index_record import RandomStates
 from lightning_faulttolerant.loader.objects import LiveObjects, digest_of, torch_loaders_in
 from lightning_faulttolerant.loader.samplers import DrawLog
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES
+from lightning_faulttolerant.state.objects.saved import LOST, NODES
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _KEPT_DIGESTS = 8  # of the batches fetched, at most the last one is not trained yet

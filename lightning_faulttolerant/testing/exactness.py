@@ -26,7 +26,7 @@ from lightning_faulttolerant.checkpoint.schema import RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.records.requests import skips_requested
 from lightning_faulttolerant.records.runs import VARIABLE as REGISTRY_VARIABLE
-from lightning_faulttolerant.state.objects.object_state import names_in
+from lightning_faulttolerant.state.objects.saved import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 from lightning_faulttolerant.trainer.process import OBJECTS, leave_out

@@ -16,6 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -494,7 +495,71 @@ class LeavesOut(Net):
         scheduler.step()
 
 
+class Projects(torch.optim.Adam):
+    """Has an object with a tensor in its states."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for one in self.param_groups[0]["params"]:
+            projector = self.state[one].setdefault("projector", SimpleNamespace(scale=torch.ones(())))
+            one.data.mul_(1 - 0.01 * projector.scale.mul_(0.9))
+        return loss
+
+
+class Helper:
+    """Counts, and saves only a part of that."""
+
+    def __init__(self) -> None:
+        self.num, self.sums = 0, [0]
+
+    def factor(self) -> float:
+        self.num += 1
+        self.sums.append(self.sums[-1] + self.num)
+        return 1.0 + 0.001 * self.sums[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num": self.num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num = state_dict["num"]
+
+
+class Draws(Helper):
+    """Has a generator, which can't be carried, and whose place it restores by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = self.factors()
+
+    def factors(self) -> Iterator[float]:
+        while True:
+            self.num += 1
+            yield 1.0 + 0.01 * self.num
+
+    def factor(self) -> float:
+        return next(self.rest)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num, self.rest = state_dict["num"], self.factors()
+
+
+class Helped(LeavesOut):
+    """Has an object of its own with a state."""
+
+    made: Any = Helper
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = self.made()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) * self.helper.factor()
+
+
 COVERED: dict[str, dict[str, Any]] = {
+    "an object in the states of an optimizer": {"optimizer": Projects},
+    "a list of a helper": {},
+    "a generator of a helper": {"made": Draws},
     "states of an optimizer": {"optimizer": without(torch.optim.Adam, "state")},
     "a value of a scheduler": {
         "scheduler": staticmethod(partial(without(StepLR, "last_epoch"), step_size=3, gamma=0.9))
@@ -506,7 +571,7 @@ COVERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", COVERED)
 def test_what_a_state_dict_leaves_out_is_carried(name: str, tmp_path: Path) -> None:
     """A run that is stopped, so that no batch shows a difference, continues with all values of its optimizers."""
-    group = Group(rows=(Row(name=name, module=type("Own", (LeavesOut,), COVERED[name])),))
+    group = Group(rows=(Row(name=name, module=type("Own", (Helped,), COVERED[name])),))
     whole = whole_run(group, tmp_path / "whole")[0][-1]
     training = Training(group=group, root=tmp_path / "stopped")
     training.start(CUT)
@@ -651,7 +716,8 @@ def test_exception_after_a_difference_is_not_hidden(tmp_path: Path) -> None:
 
 def test_fit_that_ends_earlier_says_so(tmp_path: Path) -> None:
     """A fit that ends before it has repeated all batches says how many are left, and that the others were identical."""
-    training = Training(group=Group(rows=(STREAM,)), root=tmp_path, before=see("long"))
+    row = replace(STREAM, trainer={"limit_val_batches": 0})
+    training = Training(group=Group(rows=(row,)), root=tmp_path, before=see("long"))
     training.start(Cut(at=(1, 6), hook="step", every=4), run_id="run")
     training.before = None
     start = training.start(run_id="run")

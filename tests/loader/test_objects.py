@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_faulttolerant import NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader.objects import LoaderObjects, WorkerObjects, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES
+from lightning_faulttolerant.state.objects.saved import LOST, NODES
 from tests.laws.data_sets import NoisyDataset
 from tests.loader.loops import follow
 

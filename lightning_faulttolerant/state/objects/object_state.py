@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +21,22 @@ from lightning_faulttolerant.state.objects.decoding import Decoder, NothingThere
 from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, Node, is_at, items_of
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, LiveError, OpaqueError, SavedError
+from lightning_faulttolerant.state.objects.saved import (
+    CONTENT,
+    LOST,
+    NODES,
+    STATE,
+    TABLE,
+    is_within,
+    owners_in,
+    parts_of,
+    path_of_part,
+)
 from lightning_faulttolerant.state.objects.walk import Rules, Unchanged, attributes_of, graph_of
 from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import answers, is_a
 from lightning_faulttolerant.state.tensors import is_readable
 
-NODES, TABLE, LOST = "nodes", "table", "lost"
-_STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes
 _MISSING = object()
 _FIXED: tuple[Any, ...] = (tuple, frozenset)  # opaque only if one of their items is
 _NONE: frozenset[str] = frozenset()
@@ -89,8 +98,8 @@ class ObjectState:
         found: dict[str, Any] = {}
         for path, parts in self.changed_of(paths).items():
             value = self._graph.nodes[path].value
-            now = {_CONTENT: value, **kinds.attributes(value)}
-            found.update({_path_of(path, part): now[part] for part in parts & now.keys()})
+            now = {CONTENT: value, **kinds.attributes(value)}
+            found.update({path_of_part(path, part): now[part] for part in parts & now.keys()})
         return {path: value for path, value in found.items() if isinstance(value, (list, dict))}
 
     def unchanged(self, paths: Iterable[str]) -> Unchanged:
@@ -132,7 +141,7 @@ class ObjectState:
             if any(_is_copy(own, one, replaced or is_of_optimizer) for one in known):
                 copies[path] = own
         holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
-        self.carry({path: {_CONTENT} for path in copies if _holder_of(path) in holders})
+        self.carry({path: {CONTENT} for path in copies if _holder_of(path) in holders})
 
     @property
     def paths(self) -> list[str]:
@@ -165,7 +174,7 @@ class ObjectState:
         """Carry all tensors, even if they never change."""
         self._graph.expand_tensors(lambda tensor: True)
         tensors = (path for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
-        self.carry({path: {_CONTENT} for path in tensors})
+        self.carry({path: {CONTENT} for path in tensors})
 
     def carry_buffers(self) -> None:
         """Carry the contents of what training may fill, even if they never change: deques, and all but large objects.
@@ -173,7 +182,7 @@ class ObjectState:
         A script may fill a buffer before the first start, and differently before each later one.
         """
         marked = (path for path, node in self._graph.nodes.items() if node.mark and _may_be_filled(node.value))
-        self.carry({path: {_CONTENT} for path in marked})
+        self.carry({path: {CONTENT} for path in marked})
 
     def is_large(self, path: str) -> bool:
         """Return whether checking an object takes long: a container of many items, a large array."""
@@ -218,9 +227,12 @@ class ObjectState:
             found = self._encoded(path, node, encoder, lost, always=parts, without=without)
             if found:
                 nodes[path] = found
-            if _CONTENT in found and _may_be_filled(node.value):
+            if CONTENT in found and _may_be_filled(node.value):
                 for inner, parts in self._elements_of(path, node.value).items():
                     nodes[inner] = self._encoded(inner, self._graph.nodes[inner], encoder, lost, always=parts)
+        if lost:  # what an object's own `state_dict` leaves out may be no state
+            owners = {path for path, node in self._graph.nodes.items() if node.state is not None}
+            lost = {path: why for path, why in lost.items() if path in owners or not is_within(path, owners)}
         if encoder.is_torn:
             return self._state_of(always, without=without, max_bytes=max_bytes, has_plain=False)
         return {NODES: nodes, TABLE: encoder.table, LOST: lost}
@@ -242,7 +254,7 @@ class ObjectState:
             if node is not None:
                 attributes = kinds.attributes(value) if node.attributes is not None else {}
                 queue += attributes.values()
-                found[known] = {*attributes, *([_STATE] if node.state is not None else [_CONTENT] if node.mark else [])}
+                found[known] = {*attributes, *([STATE] if node.state is not None else [CONTENT] if node.mark else [])}
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -253,13 +265,16 @@ class ObjectState:
         """
         decoder = Decoder(self._graph, state[TABLE])
         missing: list[str] = []
-        # Objects with a `state_dict` may refer to the others.
-        by_state = sorted(state[NODES].items(), key=lambda item: _STATE in item[1])
-        for path, content in by_state:
+        owners = owners_in(state[NODES])
+        # Objects with a `state_dict` may refer to the others. What that leaves out comes last.
+        turns = {path: 1 if path in owners else 2 * is_within(path, owners) for path in state[NODES]}
+        for path, content in sorted(state[NODES].items(), key=lambda item: turns[item[0]]):
             node = self._graph.node_at(path)
             if node is None:
                 missing.append(f"{path}: it no longer exists")
                 continue
+            if turns[path] > 1 and self._parts_changed(node):
+                continue  # its owner has restored it
             missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
         return missing
 
@@ -283,14 +298,13 @@ class ObjectState:
         return self._state_of(always)
 
     def _parts_changed(self, node: Node) -> set[str]:
-        """Return the names of the attributes that changed, and `_STATE` or `_CONTENT`."""
-        if node.state is not None:
-            return {_STATE} if self._mark_of_state(node.value) != node.state else set()
+        """Return the names of the attributes that changed, and `STATE` or `CONTENT`."""
         try:
-            content = {_CONTENT} if node.mark is not None and not node.mark() else set()
-            return content | self._attributes_changed(node)
+            content = {CONTENT} if node.mark is not None and not node.mark() else set()
+            state = {STATE} if node.state is not None and self._mark_of_state(node.value) != node.state else set()
+            return content | state | self._attributes_changed(node)
         except Exception:  # noqa: BLE001 - it can't be read any more, and carrying it says why
-            return {_CONTENT}
+            return {CONTENT}
 
     def _attributes_changed(self, node: Node) -> set[str]:
         if node.attributes is None or node.has_same_dict():
@@ -311,35 +325,43 @@ class ObjectState:
     ) -> dict[str, object]:
         changed = self._parts_changed(node) | set(always)
         if without:
-            changed = {part for part in changed if _path_of(path, part) not in without}
+            changed = {part for part in changed if path_of_part(path, part) not in without}
         found: dict[str, object] = {}
         drops = self._rules.drops_saved
         if not changed or node.value is None:
             return found
-        if _STATE in changed:
+        changed |= {STATE} if node.state is not None else set()
+        if STATE in changed:
             with _Noted(lost, path, drops):
-                found[_STATE] = encoder.state(node.value.state_dict())
-        if _CONTENT in changed:
+                found[STATE] = encoder.state(node.value.state_dict())
+            if path in lost:
+                return found
+        if CONTENT in changed:
             with _Noted(lost, path, drops):
-                found[_CONTENT] = encoder.content(node.value)
+                found[CONTENT] = encoder.content(node.value)
         now = kinds.attributes(node.value)
         attributes = []
-        for name in sorted(changed - {_STATE, _CONTENT}):
+        for name in sorted(changed - {STATE, CONTENT}):
             if name in now:
                 encoder.may_be_handle = _may_be_handle(node, name)
                 with _Noted(lost, f"{path}.{name}", drops, live=self.live, may_be_handle=encoder.may_be_handle):
                     attributes.append([name, encoder.encode(now[name])])
-        gone = sorted(changed - {_STATE, _CONTENT} - now.keys())
+        gone = sorted(changed - {STATE, CONTENT} - now.keys())
         return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}
 
     def _restore(self, node: Node, content: Mapping[str, Any], decoder: Decoder) -> list[str]:
         missing: list[str] = []
+        before = kinds.attributes(node.value) if STATE in content else {}
         with _Missing(missing, ""):
-            if _STATE in content:
-                node.value.load_state_dict(decoder.decode(content[_STATE]))
-            if _CONTENT in content:
-                decoder.fill(node.value, content[_CONTENT])
+            if STATE in content:
+                node.value.load_state_dict(decoder.decode(content[STATE]))
+            if CONTENT in content:
+                decoder.fill(node.value, content[CONTENT])
+        now = kinds.attributes(node.value) if before else {}
+        loaded = {name for name, value in before.items() if now.get(name, _MISSING) is not value}
         for name, encoded in content.get("attributes", ()):
+            if name in loaded:
+                continue
             with _Missing(missing, f".{name}"):
                 value = decoder.decode(encoded)
                 if not same(value, kinds.attributes(node.value).get(name, _MISSING)):
@@ -393,61 +415,6 @@ def is_no_data(value: object) -> bool:
 
 def _holder_of(path: str) -> str:
     return path[: max(path.rfind("."), path.rfind("["))]
-
-
-def parts_of(content: Mapping[str, Any]) -> set[str]:
-    """Return the parts of an object that a state has."""
-    names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
-    return names | {part for part in (_STATE, _CONTENT) if part in content}
-
-
-def _path_of(path: str, part: str) -> str:
-    return path if part in (_STATE, _CONTENT) else f"{path}.{part}"
-
-
-def filled_in(state: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the containers and tensors whose contents a state, if it isn't empty, holds."""
-    return [path for path, content in state.get(NODES, {}).items() if _CONTENT in content]
-
-
-def names_in(state: Mapping[str, Any]) -> set[str]:
-    """Return the paths of the attributes and objects in a state."""
-    found = set()
-    for path, content in state[NODES].items():
-        found |= {_path_of(path, part) for part in parts_of(content)}
-    return found
-
-
-def contents_of(state: Mapping[str, Any]) -> dict[str, object]:
-    """Return the content of a state by the paths of `names_in`, each with the new objects that it refers to.
-
-    The same contents are equal in all states, however their tables are arranged.
-    """
-    found: dict[str, object] = {}
-    for path, content in state[NODES].items():
-        found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
-        found.update((f"{path}.{name}", encoded) for name, encoded in content.get("attributes", ()))
-        found.update((f"{path}.{name}", _STATE) for name in content.get("gone", ()))
-    return {path: _with_rows(encoded, state[TABLE]) for path, encoded in found.items()}
-
-
-def _with_rows(encoded: object, table: Sequence[object]) -> list[object]:
-    """Return an encoded value, and the rows of the table that it refers to, with numbers in the order of their use."""
-    numbers: dict[int, int] = {}
-    queue = [encoded]
-
-    def numbered(value: object) -> object:
-        if not isinstance(value, (list, tuple)):
-            return value
-        kind, number = value if len(value) == 2 else (None, None)
-        if kind == "new" and type(number) is int and number < len(table):
-            if number not in numbers:
-                numbers[number] = len(queue)
-                queue.append(table[number])
-            return [kind, numbers[number]]
-        return value if kind == "plain" else list(map(numbered, value))
-
-    return [numbered(value) for value in queue]
 
 
 def _may_be_handle(node: Node, name: str) -> bool:

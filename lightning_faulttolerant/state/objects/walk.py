@@ -270,9 +270,10 @@ def _met(
         yield from of_namespace(path, value)
     elif is_users(type(value)):
         yield f"{path}.__class__", type(value)
+    state = None
     if is_carried_by_state(value) and not rules.goes_by_attributes(value):
         state = state_of(value)
-        if state is not None:
+        if state is not None and not is_users(type(value)):
             graph.nodes[path] = Node(kept=value, state=state)
             return
     if isinstance(value, Tensor) or kinds.is_array(value):
@@ -286,9 +287,8 @@ def _met(
     mark = None if is_in_worker and kinds.holds_data(value) else mark_of(value)
     own = attributes_of(value, rules)
     if mark is not None or own is not None:
-        graph.nodes[path] = Node(
-            kept=value, mark=mark, attributes=_held_weakly(own), raw=_raw_of(value) if own is not None else None
-        )
+        raw = _raw_of(value) if own is not None else None
+        graph.nodes[path] = Node(kept=value, mark=mark, attributes=_held_weakly(own), state=state, raw=raw)
     for name, child in (own or {}).items():
         yield f"{path}.{name}", child
     if isinstance(value, nn.Module):

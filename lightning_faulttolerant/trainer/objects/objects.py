@@ -29,7 +29,8 @@ from lightning_faulttolerant.state.objects.encoding import Encoder
 from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of, is_no_data
+from lightning_faulttolerant.state.objects.object_state import ObjectState, is_no_data
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.identity.compat import loaders_by_place

@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint.schema import (
     PartHeader,
 )
 from lightning_faulttolerant.errors import RanksLostError
-from lightning_faulttolerant.state.objects.object_state import contents_of
+from lightning_faulttolerant.state.objects.saved import contents_of
 from lightning_faulttolerant.state.packing import difference, digests_of, pack_blobs, patched, unpack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state, with_tensors
 from lightning_faulttolerant.trainer.position import TrainerPosition

@@ -17,7 +17,7 @@ from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
-from lightning_faulttolerant.state.objects.object_state import filled_in
+from lightning_faulttolerant.state.objects.saved import filled_in
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import (
     continue_bar_at,

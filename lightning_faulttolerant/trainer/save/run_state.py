@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
-from lightning_faulttolerant.state.objects.object_state import LOST
+from lightning_faulttolerant.state.objects.saved import LOST
 from lightning_faulttolerant.state.objects.walk import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from tests.damage import bytes_of
 

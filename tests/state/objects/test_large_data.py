@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES
 from lightning_faulttolerant.state.objects.walk import Rules
 
 _NUM = 500_000

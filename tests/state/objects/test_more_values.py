@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 
 from lightning_faulttolerant.loader.resumable import ResumableDataLoader
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import LOST, ObjectState, contents_of
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from tests.state.objects.round_trips import carried, through_a_file
 

@@ -13,7 +13,8 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import nn
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.state.reachable import global_path
 

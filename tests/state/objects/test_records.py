@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES
 
 _NUM = 300  # enough items to be noted together
 

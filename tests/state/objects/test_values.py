@@ -29,7 +29,8 @@ from scipy import spatial
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE
 from tests.state.objects.round_trips import carried
 
 Pair = namedtuple("Pair", "first second")
