@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import machine
-from lightning_faulttolerant.streaming.order import epoch_order
+from lightning_faulttolerant.streaming.order.epoch import epoch_order
 
 SAMPLES_PER_SHARD = 4096
 BATCH_SIZE = 256

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from lightning_faulttolerant.streaming.order import epoch_order
+from lightning_faulttolerant.streaming.order.epoch import epoch_order
 
 NUM_SHARDS, SHARD_SIZE, BATCH_SIZE = 100, 2_000, 256
 NUM_EPOCHS = 20  # the spread is computed over these

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
-from lightning_faulttolerant.streaming.cache import Prefetcher
+from lightning_faulttolerant.streaming.cache.prefetcher import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, IterationStart, NumDrawn, Plan, Samples
-from lightning_faulttolerant.streaming.order import RemainingPositions
+from lightning_faulttolerant.streaming.order.batching import RemainingPositions
 from lightning_faulttolerant.streaming.ordering import (
     FINGERPRINT_PARTS,
     ORDER_PARTS,

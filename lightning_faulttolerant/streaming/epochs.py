@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError, StreamingError
-from lightning_faulttolerant.streaming.order import EpochOrder, RemainingPositions
+from lightning_faulttolerant.streaming.order.batching import RemainingPositions
+from lightning_faulttolerant.streaming.order.epoch import EpochOrder
 from lightning_faulttolerant.streaming.ordering import Seeding
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World

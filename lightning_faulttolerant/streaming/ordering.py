@@ -20,15 +20,13 @@ import numpy as np
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.storage.store import parse_number
 from lightning_faulttolerant.streaming.format.index import ShardInfo
-from lightning_faulttolerant.streaming.order import (
+from lightning_faulttolerant.streaming.order.batching import (
     BATCHING_METHODS,
-    EpochOrder,
     RemainingPositions,
-    batched_deal,
     batched_order,
-    epoch_order,
-    shares_of_streams,
+    check_between_batches,
 )
+from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order, shares_of_streams
 from lightning_faulttolerant.streaming.shards import Ids, Stream
 from lightning_faulttolerant.streaming.world import World
 
@@ -262,13 +260,7 @@ class Ordering:
         """
         num_positions = self.num_positions(seeding, Readers.of(world, batch_size))
         if self.is_batched:
-            return batched_deal(
-                batching_method=self.batching_method,
-                num_positions=num_positions,
-                start=sample,
-                world=world,
-                batch_size=batch_size,
-            )
+            check_between_batches(sample, world.num_ranks, batch_size, batching_method=self.batching_method)
         return RemainingPositions(num_positions=num_positions, start=sample, world=world, batch_size=batch_size)
 
     def num_canonical_nodes(self, seeding: Seeding, num_nodes: int) -> int:

@@ -23,7 +23,10 @@ import numpy.typing as npt
 
 from lightning_faulttolerant.errors import IndexFileError, MissingShardError
 from lightning_faulttolerant.storage.store import parse_bytes
-from lightning_faulttolerant.streaming.cache import CacheLimit, Need, ShardCache, fetch_index
+from lightning_faulttolerant.streaming.cache.directory import fetch_index
+from lightning_faulttolerant.streaming.cache.prefetcher import Need
+from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
+from lightning_faulttolerant.streaming.cache.shard_files import CacheLimit
 from lightning_faulttolerant.streaming.format.index import ShardInfo, parse_index
 from lightning_faulttolerant.streaming.format.readers import ShardReader, check_safe, open_shard
 from lightning_faulttolerant.streaming.order.epoch import Shares, Weight

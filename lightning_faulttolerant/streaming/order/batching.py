@@ -11,7 +11,6 @@ Samples that don't fill a last batch are left out, as in the original.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +20,6 @@ import numpy as np
 from lightning_faulttolerant.streaming.order.epoch import EpochOrder, Shares, epoch_order
 from lightning_faulttolerant.streaming.order.shuffles import Ints, grouped, key_of, permutation
 from lightning_faulttolerant.streaming.world import World
-
-
-def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -> Ints:
-    """Return the positions of the batch of this rank in a full step, in the order of the batch.
-
-    Args:
-        step: The step, counted from the start or the resume, from 0.
-        start: The number of positions of the epoch that all ranks together had consumed before.
-        world: The reader.
-        batch_size: The number of samples in one batch of one rank.
-    """
-    deal = RemainingPositions(num_positions=sys.maxsize, start=start, world=world, batch_size=batch_size)
-    return deal.positions(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,11 +110,6 @@ class RemainingPositions:
         return first + num_nodes * np.where(places < of_node, places, again)
 
 
-def normalised(epoch: int, position: int, *, num_positions: int) -> tuple[int, int]:
-    """Return epoch and position. A position at the end of an epoch becomes the beginning of the next one."""
-    return (epoch + 1, 0) if position >= num_positions else (epoch, position)
-
-
 BATCHING_METHODS = ("random", "stratified", "per_stream")
 
 
@@ -159,10 +140,8 @@ def batched_order(
         settings: The other arguments of `epoch_order`. A ``block_size`` is that of all streams together.
 
     Raises:
-        ValueError: The method is unknown, or a stream has too few samples for a batch, or too small a share.
+        ValueError: A stream has too few samples for a batch, or too small a share.
     """
-    if batching_method not in BATCHING_METHODS[1:]:
-        raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
     settings |= {"epoch": epoch, "seed": seed, "shuffle": shuffle, "sampling_method": sampling_method}
     orders = _of_streams(shard_sizes, shares, **settings)
     if batching_method == "stratified":
@@ -185,22 +164,15 @@ def _of_streams(
     return orders
 
 
-def batched_deal(
-    *, batching_method: str, num_positions: int, start: int, world: World, batch_size: int
-) -> RemainingPositions:
-    """Return how the batches of a `batched_order` are dealt.
-
-    Raises:
-        ValueError: ``start`` is inside a global batch, so samples would be lost or read twice.
-    """
-    samples = world.num_ranks * batch_size
+def check_between_batches(start: int, num_ranks: int, batch_size: int, *, batching_method: str) -> None:
+    """Raise ValueError if ``start`` is inside a global batch: samples would be lost or read twice."""
+    samples = num_ranks * batch_size
     if start % samples:
         raise ValueError(
             f"An epoch in {batching_method} batches can't continue from sample {start}: its global batches have"
-            f" {samples} samples ({world.num_ranks} ranks, batch_size={batch_size}), and this is inside of one."
+            f" {samples} samples ({num_ranks} ranks, batch_size={batch_size}), and this is inside of one."
             " Continue with the global batch size that the run began with."
         )
-    return RemainingPositions(num_positions=num_positions, start=start, world=world, batch_size=batch_size)
 
 
 def portions(proportions: Sequence[float], num_samples: int) -> tuple[int, ...]:
