@@ -26,7 +26,6 @@ import secrets
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.manifest import (
@@ -141,12 +140,7 @@ def target_of(temporary: str | os.PathLike[str]) -> str:
 
 
 def commit_directory(
-    temporary: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    files: dict[str, FileEntry],
-    *,
-    metadata: dict[str, Any] | None = None,
-    fsync: bool = True,
+    temporary: str | os.PathLike[str], path: str | os.PathLike[str], files: dict[str, FileEntry]
 ) -> None:
     """Turn a directory from `begin` into an autosave, once all its files are written and closed.
 
@@ -154,16 +148,13 @@ def commit_directory(
         temporary: The path that `begin` returned.
         path: The path that `begin` was called with.
         files: The entries that ``sum_files`` returned for the files in it.
-        metadata: Kept in the manifest: plain values.
-        fsync: Wait until all names are on the disk.
 
     Raises:
         OSError: If the manifest or the name can't be written; there is no autosave then.
     """
-    commit_files(temporary, files, metadata=metadata, fsync=fsync)
+    commit_files(temporary, files)
     os.rename(temporary, path)
-    if fsync:
-        fsync_directory(Path(path).parent)
+    fsync_directory(Path(path).parent)
 
 
 def verify(path: str | os.PathLike[str]) -> Verification:

@@ -16,7 +16,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
@@ -29,6 +29,9 @@ from lightning_faulttolerant.loader.objects import ATTRIBUTES, DatasetObjects
 from lightning_faulttolerant.loader.samplers import DrawLog, has_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.loader.worker_side import WorkerStates
 
 _log = logging.getLogger(__name__)
 
@@ -134,16 +137,6 @@ class IterableRecord:
         )
 
 
-class FollowsIterations(Protocol):
-    """What a worker does at the beginning and at the end of each iteration over its copy of the data set."""
-
-    def begin_iteration(self) -> None:
-        """Note that an iteration begins."""
-
-    def end_iteration(self, record: IterableRecord) -> None:
-        """Note that the last sample of an iteration was drawn."""
-
-
 @dataclass(slots=True)
 class _Current:
     """The iteration that the samples of the batch in progress come from. To set it here costs no ``__setattr__``."""
@@ -166,7 +159,7 @@ class IterableSide(IterableDataset[Any]):
         self._objects = DatasetObjects(dataset)
         self._plan: Position | None = None
         self._is_begun = False
-        self._worker_states: FollowsIterations | None = None
+        self._worker_states: WorkerStates | None = None
         self._current = _Current()
         self._way: str | None = None
         self._owed: list[dict[str, object]] = []
@@ -200,7 +193,7 @@ class IterableSide(IterableDataset[Any]):
         self.record = IterableRecord(has_drawn=self.record.has_drawn)
         return self.record
 
-    def begin_in_worker(self, plan: Position | None, worker: FollowsIterations, exactness: Exactness) -> None:
+    def begin_in_worker(self, plan: Position | None, worker: WorkerStates, exactness: Exactness) -> None:
         """Follow all iterations from now on.
 
         Args:

@@ -162,7 +162,7 @@ class WorkerSide:
         self._leaves_rest = leaves_rest
         self._has_state = has_state
         self._starts: list[WorkerStart] = []
-        self._states: _WorkerStates | None = None
+        self._states: WorkerStates | None = None
 
     def start_with(self, start: WorkerStart) -> None:
         """Let workers that are created from now on start with `start`."""
@@ -202,7 +202,7 @@ class WorkerSide:
             self._init_fn(worker_id)
         if self._per_sample is not None:
             return
-        self._states = _WorkerStates(
+        self._states = WorkerStates(
             worker_id,
             start.ring,
             exactness=self._exactness,
@@ -237,7 +237,7 @@ class WorkerSide:
         return len(_pack(held, dataset=dataset if self._has_state else None))
 
 
-class _WorkerStates:
+class WorkerStates:
     """The states of a running worker. Each is left in the ring; the first may be one of an earlier process.
 
     Args:

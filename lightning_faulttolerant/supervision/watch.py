@@ -38,7 +38,6 @@ from lightning_faulttolerant.supervision.heartbeats import (
     OFF,
     OUTSIDE,
     REPORT,
-    STOP,
     ProcessHeartbeat,
     SectionTimes,
     read_heartbeats,
@@ -328,7 +327,6 @@ class HangWatcher:
 
     Args:
         directory: The directory of the heartbeats.
-        default: What to do for processes that say nothing about it: `OFF`, `REPORT`, or `STOP`.
         look_every_seconds: How often `look` is called.
         clock: A monotonic clock, in seconds.
     """
@@ -337,13 +335,11 @@ class HangWatcher:
         self,
         directory: str | os.PathLike[str],
         *,
-        default: int = STOP,
         look_every_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.times = SectionTimes()
         self._directory = directory
-        self._default = default
         self._longest_look_seconds = max(_LONGEST_LOOK_SECONDS, _LONGEST_LOOK_FACTOR * look_every_seconds)
         self._clock = clock
         self._last = clock()
@@ -399,7 +395,7 @@ class HangWatcher:
         return 0.0
 
     def _judge(self, beat: ProcessHeartbeat, seconds: float) -> Hang | None:
-        if beat.section == OUTSIDE or (beat.hang or self._default) == OFF:
+        if beat.section == OUTSIDE or beat.hang == OFF:
             return None
         limit, why = self.times.limit(beat)
         if beat.hang_timeout_seconds:

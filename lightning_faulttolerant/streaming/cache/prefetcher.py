@@ -60,8 +60,6 @@ class Prefetcher:
         caches: The cache of each stream.
         upcoming: The needs, in order. It is iterated in the background.
         predownload: How many samples ahead of the reader's position shards are fetched.
-        num_readers: The number of this machine's processes that read through the same limit. Each fetches ahead at most
-            its part of half the limit. Otherwise they would evict each other's shards before use.
         first: The position up to which samples are read immediately. Shards needed after it are fetched once the reader
             is there, and so are the checksums of the shards before it: nothing delays the first batch.
 
@@ -81,13 +79,12 @@ class Prefetcher:
         upcoming: Iterator[Need],
         *,
         predownload: int,
-        num_readers: int = 1,
         first: int = 0,
     ) -> None:
         self._caches = caches
         self._process_id = os.getpid()
         limits = [cache.limit.num_bytes for cache in caches if cache.limit is not None]
-        self._work = _Work(caches, upcoming, predownload, min(limits) // (2 * num_readers) if limits else None, first)
+        self._work = _Work(caches, upcoming, predownload, min(limits) // 2 if limits else None, first)
         self._threads: list[threading.Thread] = []
         if any(cache.has_remote for cache in caches):
             # With a limit, fetch one after the other: a later need must not take the room of an earlier one.

@@ -117,7 +117,7 @@ class ShardCache:
         self._is_askable = True
         self.limit = limit if self._remote is not None else None
         if self.limit is not None:
-            self.limit.add(self, len(shards))
+            self.limit.add(self)
         self._sound: set[int] = set()
         self._holds = _Holds()
         self._swept_by = 0

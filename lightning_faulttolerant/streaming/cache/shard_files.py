@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
@@ -46,6 +46,9 @@ from lightning_faulttolerant.streaming.cache.directory import (
 )
 from lightning_faulttolerant.streaming.cache.downloads import pause
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
 
 _OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
 
@@ -342,24 +345,6 @@ _STILL_SECONDS = 2.0
 _NUM_LARGEST = 4  # as in the original: for reading, for prefetching, and room for other processes
 
 
-class LimitedCache(Protocol):
-    """The interface of one stream's cache that a limit needs."""
-
-    directory: str
-
-    def num_bytes_of(self, shard: int) -> int:
-        """Return how much room a shard takes while it is fetched."""
-
-    def contents(self) -> CacheContents:
-        """Scan the directory."""
-
-    def is_held(self, shard: int) -> bool:
-        """Return whether this process is using a shard."""
-
-    def evict(self, shard: int, last_use: int) -> int:
-        """Remove a shard if that is allowed, and return the number of bytes freed."""
-
-
 class _Room(NamedTuple):
     """The bytes in use: in all, by this process alone, and by fetches in progress."""
 
@@ -385,17 +370,12 @@ class CacheLimit:
 
     def __init__(self, limit: int | str) -> None:
         self.num_bytes = parse_bytes(limit)
-        self._caches: dict[str, LimitedCache] = {}
+        self._caches: dict[str, ShardCache] = {}
         self._largest = 0
 
-    def add(self, cache: LimitedCache, num_shards: int) -> None:
-        """Include a cache in the limit.
-
-        Args:
-            cache: The cache of one stream.
-            num_shards: The number of shards in its index.
-        """
-        largest = max((cache.num_bytes_of(shard) for shard in range(num_shards)), default=0)
+    def add(self, cache: ShardCache) -> None:
+        """Include the cache of one stream in the limit."""
+        largest = max(map(cache.num_bytes_of, range(len(cache.shards))), default=0)
         if largest > self.num_bytes:
             raise ValueError(
                 f"cache_limit is {self.num_bytes} bytes, but the largest shard in {cache.directory} takes {largest} "
@@ -418,7 +398,7 @@ class CacheLimit:
                 f"shards. Pass at least {least}, and more if several processes read."
             )
 
-    def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
+    def make_room(self, cache: ShardCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
         """Evict until a shard fits, and announce the shard to all processes.
 
         Args:

@@ -100,6 +100,8 @@ def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int)
     family = extension(algorithm)
     try:
         with open(source, "rb") as compressed, open(target, "wb") as raw:
+            if not os.fstat(compressed.fileno()).st_size:
+                raise ValueError("it is empty")  # gzip would accept that
             num_written = 0
             for part in _PARTS[family](compressed, num_bytes):
                 num_written += len(part)
@@ -121,39 +123,21 @@ def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int)
 
 
 def _gzip_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    state = zlib.decompressobj(31)
-    rest = b""
-    try:
-        while data := rest or file.read(_PART_BYTES):
-            if state.eof:
-                state = zlib.decompressobj(31)
-            yield state.decompress(data, _PART_BYTES)
-            rest = state.unused_data if state.eof else state.unconsumed_tail
-        # Output that did not fit into a full part comes without more input.
-        while not state.eof and (part := state.decompress(b"", _PART_BYTES)):
-            yield part
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if not state.eof:
-        raise ValueError("it ends early")
+    return _parts(gzip.GzipFile(fileobj=file))
 
 
 def _bzip2_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    state = bz2.BZ2Decompressor()
-    while True:
-        data = b""
-        if state.eof or state.needs_input:
-            data = (state.unused_data if state.eof else b"") or file.read(_PART_BYTES)
-            if not data:
-                break
-            state = bz2.BZ2Decompressor() if state.eof else state
-        try:
-            part = state.decompress(data, _PART_BYTES)
-        except OSError as error:
-            raise ValueError(str(error)) from error
-        yield part
-    if not state.eof:
-        raise ValueError("it ends early")
+    return _parts(bz2.BZ2File(file))
+
+
+def _parts(decompressed: gzip.GzipFile | bz2.BZ2File) -> Iterator[bytes]:
+    try:
+        while part := decompressed.read(_PART_BYTES):
+            yield part
+    except (zlib.error, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk
+        raise ValueError(str(error)) from error
 
 
 def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
