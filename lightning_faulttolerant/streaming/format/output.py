@@ -12,13 +12,13 @@ import os
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_faulttolerant.storage.local import atomic_writer
 from lightning_faulttolerant.storage.store import is_url, local_path
@@ -27,151 +27,64 @@ from lightning_faulttolerant.streaming.format.encoding import extra
 from lightning_faulttolerant.streaming.format.index import FORMATS, INDEX_BASENAME, VERSION, parse_index
 
 
-class FilePlace(ABC):
-    """A local or remote directory of files. Names are relative to it, with ``/`` between their parts."""
-
-    @abstractmethod
-    def read(self, name: str) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            FileNotFoundError: If it doesn't exist.
-        """
-
-    @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file. When this returns, the file is durable."""
-
-    @abstractmethod
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file so that readers find the old content or the new one, never a part."""
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Return the names directly in the directory, sorted; an empty list if it does not exist."""
-
-    @abstractmethod
-    def find(self, basename: str) -> list[str]:
-        """Return the files of this name in the directory and all below it, sorted."""
-
-    @abstractmethod
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files; missing ones are skipped."""
-
-    @abstractmethod
-    def relative(self, address: str) -> str | None:
-        """Return the name of a file by its address, or ``None`` if it is not below this place."""
-
-
-def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> FilePlace:
-    """Return the place at an address.
+class FilePlace:
+    """A local directory, or an address that fsspec knows. Names are relative to it, with ``/`` between their parts.
 
     Args:
-        address: A path, or an address that fsspec knows.
+        address: The path, or the address.
         storage_options: Options for the file system of an address.
     """
-    text = os.fspath(address)
-    return RemotePlace(text, storage_options or {}) if is_url(text) else LocalPlace(local_path(text))
 
-
-class LocalPlace(FilePlace):
-    """A local directory.
-
-    Args:
-        path: The path of the directory; it is created when the first file is written.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(os.path.expanduser(path))
-
-    def __str__(self) -> str:
-        return self.path
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file."""
-        with open(self._path(name), "rb") as file:
-            return file.read()
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file."""
-        path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file under a temporary name, then rename it."""
-        path = self._path(name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with atomic_writer(path) as file:
-            file.write(data)
-
-    def names(self) -> list[str]:
-        """Return the names directly in the directory."""
-        try:
-            return sorted(os.listdir(self.path))
-        except FileNotFoundError:
-            return []
-
-    def find(self, basename: str) -> list[str]:
-        """Return the files of this name in the directory and all below it."""
-        found = [os.path.join(root, basename) for root, _, files in os.walk(self.path) if basename in files]
-        return sorted(os.path.relpath(path, self.path) for path in found)
-
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete files."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path(name))
-
-    def relative(self, address: str) -> str | None:
-        """Return the name of a file by its path."""
-        if is_url(address):
-            return None
-        path = os.path.relpath(os.path.abspath(os.path.expanduser(local_path(address))), self.path)
-        return None if path == os.pardir or path.startswith(os.pardir + os.sep) else path
-
-    def _path(self, name: str) -> str:
-        return os.path.join(self.path, name)
-
-
-class RemotePlace(FilePlace):
-    """An address that fsspec knows.
-
-    Args:
-        address: ``s3://bucket/data``, ``memory://data``, ...
-        storage_options: Options for its file system.
-    """
-
-    def __init__(self, address: str, storage_options: Mapping[str, object]) -> None:
-        self._address = address.rstrip("/")
-        self._file_system, path = fsspec.core.url_to_fs(self._address, **storage_options)
+    def __init__(self, address: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> None:
+        self.is_local = not is_url(address)
+        self._address = _whole(address)
+        if self.is_local:
+            self._file_system, path = LocalFileSystem(), self._address
+        else:
+            self._file_system, path = fsspec.core.url_to_fs(self._address, **(storage_options or {}))
         self._root = str(path).rstrip("/")
 
     def __str__(self) -> str:
         return self._address
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file.
+
+        Raises:
+            FileNotFoundError: If it doesn't exist.
+        """
         return bytes(self._file_system.cat_file(self._path(name)))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file. Object stores have no directories; others may need one first."""
+        """Write a file. When this returns, the file is durable."""
         path = self._path(name)
         try:
+            self._write(path, data)
+        except FileNotFoundError:  # object stores have no directories; others may need one first
+            self._file_system.makedirs(os.path.dirname(path), exist_ok=True)
+            self._write(path, data)
+
+    def _write(self, path: str, data: bytes) -> None:
+        if not self.is_local:
             self._file_system.pipe_file(path, data)
-        except FileNotFoundError:
-            self._file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._file_system.pipe_file(path, data)
+            return
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file: object stores show it when it is complete."""
-        self.write(name, data)
+        """Write a file so that readers find the old content or the new one, never a part."""
+        if not self.is_local:  # object stores show a file when it is complete
+            self.write(name, data)
+            return
+        path = self._path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_writer(path) as file:
+            file.write(data)
 
     def names(self) -> list[str]:
-        """Return the names directly at the address."""
+        """Return the names directly in the directory, sorted; an empty list if it does not exist."""
         self._file_system.invalidate_cache(self._root)
         try:
             paths = self._file_system.ls(self._root, detail=False)
@@ -180,25 +93,31 @@ class RemotePlace(FilePlace):
         return sorted(name for name in (str(path).rstrip("/").rpartition("/")[2] for path in paths) if name)
 
     def find(self, basename: str) -> list[str]:
-        """Return the files of this name at the address and all below it."""
+        """Return the files of this name in the directory and all below it, sorted."""
         self._file_system.invalidate_cache()
         paths = [str(path) for path in self._file_system.find(self._root)]
         names = [path[len(self._root) :].lstrip("/") for path in paths]
         return sorted(name for name in names if name.rpartition("/")[2] == basename)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files."""
+        """Delete files; missing ones are skipped."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._file_system.rm_file(self._path(name))
 
     def relative(self, address: str) -> str | None:
-        """Return the name of a file by its address."""
-        prefix = f"{self._address}/"
-        return address[len(prefix) :] if address.startswith(prefix) else None
+        """Return the name of a file by its address, or ``None`` if it is not below this place."""
+        whole, prefix = _whole(address), f"{self._address.rstrip('/')}/"
+        return whole.removeprefix(prefix) if whole.startswith(prefix) else None
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _whole(address: str | os.PathLike[str]) -> str:
+    """Return an address without a slash at its end, or an absolute path."""
+    text = os.fspath(address)
+    return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(local_path(text)))
 
 
 _SHARD_NAME = re.compile(
@@ -238,8 +157,8 @@ class Output:
         self._written: list[str] = []
         for place in filter(None, (self._remote, self._local)):
             _make_room(place, exist_ok=exist_ok)
-        if isinstance(self._local, LocalPlace):
-            os.makedirs(self._local.path, exist_ok=True)
+        if self._local is not None:
+            os.makedirs(str(self._local), exist_ok=True)
         num_threads = max_workers or min(32, (os.cpu_count() or 1) + 4)
         self._executor = ThreadPoolExecutor(num_threads, "upload") if self._remote else None
         self._slots = threading.BoundedSemaphore(2 * num_threads)
@@ -279,10 +198,10 @@ class Output:
         if self._remote is not None:
             self._upload(INDEX_BASENAME, data)
         self._close()
-        if isinstance(self._local, LocalPlace) and self._remote is not None and not self._keep_local:
+        if self._local is not None and self._remote is not None and not self._keep_local:
             self._local.delete(reversed(self._written))
             if not self._local.names():
-                os.rmdir(self._local.path)
+                os.rmdir(str(self._local))
 
     def abandon(self) -> None:
         """Give up: wait for the current uploads, and start no others."""
@@ -331,9 +250,9 @@ def _places(
     if isinstance(out, (tuple, list)):
         if len(out) != 2 or is_url(out[0]):
             raise ValueError(f"out={out!r}: a pair is a local directory and the address to upload to.")
-        return place_of(out[0]), place_of(out[1], storage_options)
-    place = place_of(out, storage_options)
-    return (place, None) if isinstance(place, LocalPlace) else (None, place)
+        return FilePlace(out[0]), FilePlace(out[1], storage_options)
+    place = FilePlace(out, storage_options)
+    return (place, None) if place.is_local else (None, place)
 
 
 def _make_room(place: FilePlace, *, exist_ok: bool) -> None:
@@ -391,7 +310,7 @@ class _Merge:
     ) -> None:
         addresses = (out,) if isinstance(out, (str, os.PathLike)) else tuple(out)
         # The last one is the place of the data set. A directory with copies of its indexes may come before it.
-        self._places: list[FilePlace] = [place_of(address, storage_options) for address in addresses]
+        self._places: list[FilePlace] = [FilePlace(address, storage_options) for address in addresses]
         self._keep_local = keep_local
         self._timeout_seconds = download_timeout
 
