@@ -7,13 +7,12 @@ without values, and data too long to read.
 
 from __future__ import annotations
 
-import pickle
-import struct
+import io
+import os
+import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
-
-from lightning_faulttolerant.checkpoint.archive import FileWindow
 
 _MAX_DIMENSIONS = 64
 _64_BIT = 1 << 63
@@ -212,121 +211,125 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
         >>> found["step"], found["ratio"].name
         (3, 'fractions.Fraction')
     """
-    machine = _Machine(FileWindow(file, begin=begin, end=begin + num_bytes))
+    machine, source = _Machine(), _Source(file, begin=begin, num_bytes=num_bytes)
     try:
         for _ in range(_MAX_OPERATIONS):
-            operation = machine.source.read(1)
-            if operation == pickle.STOP:
+            operation = _BY_CODE[source.read(1).decode("latin-1")]
+            if operation.name == "STOP":
                 return machine.stack.pop()
-            _OPERATIONS[operation](machine)
+            _OPERATIONS[operation.name](machine, source.argument_of(operation))
     except KeyError as error:
         raise UnreadablePickleError(f"it has an unknown operation or reference ({error})") from error
     except IndexError as error:
         raise UnreadablePickleError("pickle stack underflow") from error
-    except (ValueError, TypeError, struct.error, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UnreadablePickleError(str(error)) from error
     raise TooLargePickleError(f"it has more than {_MAX_OPERATIONS:,} operations")
+
+
+_BY_CODE = {operation.code: operation for operation in pickletools.opcodes}
+
+
+class _TooLongError(Exception):
+    """An argument is too long to be read. It was skipped."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
+class _Source:
+    """Reads a pickle in blocks, as a file for ``pickletools``."""
+
+    def __init__(self, file: IO[bytes], *, begin: int, num_bytes: int) -> None:
+        self._file = file
+        self._file.seek(begin)
+        self._num_left = num_bytes
+        self._block = io.BytesIO()
+
+    def argument_of(self, operation: pickletools.OpcodeInfo) -> object:
+        """Return the argument of an operation; a description of it if it is too long."""
+        try:
+            return None if operation.arg is None else operation.arg.reader(self)  # type: ignore[arg-type]
+        except _TooLongError as error:
+            return LongData(_KINDS.get(operation.name, "bytes"), error.num_bytes)
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next bytes; fewer at the end."""
+        if num_bytes > _LONG_BYTES:
+            self._skip(num_bytes)
+            raise _TooLongError(num_bytes)
+        data = self._block.read(num_bytes)
+        if len(data) < num_bytes:
+            self._next_block()
+            data += self._block.read(num_bytes - len(data))
+        return data
+
+    def readline(self) -> bytes:
+        """Return the bytes up to a newline; without one if none follows soon."""
+        line = self._block.readline()
+        if not line.endswith(b"\n"):
+            self._next_block()
+            line += self._block.readline()
+        return line
+
+    def _next_block(self) -> None:
+        data = self._file.read(min(_LONG_BYTES, self._num_left))
+        self._num_left -= len(data)
+        self._block = io.BytesIO(data)
+
+    def _skip(self, num_bytes: int) -> None:
+        num_bytes -= len(self._block.read(num_bytes))
+        if num_bytes > self._num_left:
+            raise ValueError("it ends too early")
+        self._num_left -= num_bytes
+        self._file.seek(num_bytes, os.SEEK_CUR)
+
+
+# What the operations are that have an argument of any length, besides bytes.
+_KINDS = {"BINUNICODE": "text", "BINUNICODE8": "text", "LONG4": "integer"}
 
 
 class _Machine:
     """The state that the operations of a pickle work on."""
 
-    def __init__(self, source: FileWindow) -> None:
-        self.source = source
+    def __init__(self) -> None:
         self.stack: list[object] = []
         self.memo: dict[int, object] = {}
         self._outer: list[list[object]] = []
 
-    def mark(self) -> None:
+    def mark(self, _: object = None) -> None:
         self._outer.append(self.stack)
         self.stack = []
 
-    def pop_mark(self) -> list[object]:
+    def pop_mark(self, _: object = None) -> list[object]:
         items, self.stack = self.stack, self._outer.pop()
         return items
 
-    def number(self, layout: str) -> Any:
-        fixed = struct.Struct(layout)
-        return fixed.unpack(self.source.read(fixed.size))[0]
 
-    def data(self, kind: str, layout: str) -> bytes | LongData:
-        num_bytes = self.number(layout)
-        if num_bytes < 0:
-            raise ValueError(f"a {kind} has {num_bytes} bytes")
-        if num_bytes <= _LONG_BYTES:
-            return self.source.read(num_bytes)
-        self.source.skip(num_bytes)
-        return LongData(kind, num_bytes)
+_Operation = Callable[[_Machine, Any], object]
 
 
-_Operation = Callable[[_Machine], None]
-
-
-def _push(value: Callable[[_Machine], object]) -> _Operation:
-    def operation(machine: _Machine) -> None:
-        made = value(machine)  # first: it may replace this stack by another one
+def _push(value: Callable[[_Machine, Any], object]) -> _Operation:
+    def operation(machine: _Machine, argument: object) -> None:
+        made = value(machine, argument)  # first: it may replace this stack by another one
         machine.stack.append(made)
 
     return operation
 
 
-def _text(layout: str) -> _Operation:
-    def operation(machine: _Machine) -> None:
-        data = machine.data("text", layout)
-        machine.stack.append(data.decode("utf-8", "surrogatepass") if isinstance(data, bytes) else data)
-
-    return operation
+def _put(machine: _Machine, number: int) -> None:
+    machine.memo[number] = machine.stack[-1]
 
 
-def _bytes(layout: str) -> _Operation:
-    return _push(lambda machine: machine.data("bytes", layout))
-
-
-def _long(layout: str) -> _Operation:
-    def operation(machine: _Machine) -> None:
-        data = machine.data("integer", layout)
-        machine.stack.append(pickle.decode_long(data) if isinstance(data, bytes) else data)
-
-    return operation
-
-
-def _int_line(machine: _Machine) -> object:
-    line = machine.source.line()
-    return line == b"01" if line in (b"00", b"01") else int(line)  # protocol 0 writes a bool like this
-
-
-def _get(layout: str) -> _Operation:
-    return _push(lambda machine: machine.memo[machine.number(layout)])
-
-
-def _put(layout: str) -> _Operation:
-    def operation(machine: _Machine) -> None:
-        machine.memo[machine.number(layout)] = machine.stack[-1]
-
-    return operation
-
-
-def _put_line(machine: _Machine) -> None:
-    machine.memo[int(machine.source.line())] = machine.stack[-1]
-
-
-def _memoize(machine: _Machine) -> None:
-    machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-def _pop(machine: _Machine) -> None:
+def _pop(machine: _Machine, _: object) -> None:
     if machine.stack:
         machine.stack.pop()
     else:
         machine.pop_mark()
 
 
-def _drop_mark(machine: _Machine) -> None:
-    machine.pop_mark()
-
-
 def _tuple(num_items: int) -> _Operation:
-    def operation(machine: _Machine) -> None:
+    def operation(machine: _Machine, _: object) -> None:
         items = tuple(machine.stack[len(machine.stack) - num_items :])
         if len(items) != num_items:
             raise IndexError
@@ -335,12 +338,12 @@ def _tuple(num_items: int) -> _Operation:
     return operation
 
 
-def _append(machine: _Machine) -> None:
+def _append(machine: _Machine, _: object) -> None:
     item = machine.stack.pop()
     _extend(machine.stack[-1], [item])
 
 
-def _appends(machine: _Machine) -> None:
+def _appends(machine: _Machine, _: object) -> None:
     items = machine.pop_mark()
     _extend(machine.stack[-1], items)
 
@@ -354,12 +357,12 @@ def _extend(target: object, items: list[object]) -> None:
         raise ValueError(f"it appends to a {type(target).__name__}")
 
 
-def _set_item(machine: _Machine) -> None:
+def _set_item(machine: _Machine, _: object) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     _update(machine.stack[-1], [key, value])
 
 
-def _set_items(machine: _Machine) -> None:
+def _set_items(machine: _Machine, _: object) -> None:
     items = machine.pop_mark()
     _update(machine.stack[-1], items)
 
@@ -381,116 +384,83 @@ def _dict_of(items: list[object]) -> dict[object, object]:
     return made
 
 
-def _global(machine: _Machine) -> Named:
-    module, name = machine.source.line(), machine.source.line()
-    return _named(module.decode(), name.decode())
+def _named(module: str, name: str) -> Named:
+    return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
 
 
-def _stack_global(machine: _Machine) -> None:
+def _global(module_and_name: str) -> Named:
+    module, _, name = module_and_name.partition(" ")
+    return _named(module, name)
+
+
+def _stack_global(machine: _Machine, _: object) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
         raise ValueError("it names a class by something that is not a string")
     machine.stack.append(_named(module, name))
 
 
-def _named(module: str, name: str) -> Named:
-    return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
-
-
-def _reduce(machine: _Machine) -> None:
+def _reduce(machine: _Machine, _: object) -> None:
     arguments, function = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(result_of(function, arguments))
 
 
-def _new_with_keywords(machine: _Machine) -> None:
+def _new_with_keywords(machine: _Machine, _: object) -> None:
     keywords, arguments, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     machine.stack.append(Made(name_of(kind), (arguments, keywords)))
 
 
-def _instance(machine: _Machine) -> None:
-    kind = _global(machine)
-    arguments = tuple(machine.pop_mark())
-    machine.stack.append(result_of(kind, arguments))
-
-
-def _object(machine: _Machine) -> None:
+def _object(machine: _Machine, _: object) -> object:
     kind, *arguments = machine.pop_mark() or [None]
-    machine.stack.append(result_of(kind, tuple(arguments)))
+    return result_of(kind, tuple(arguments))
 
 
-def _build(machine: _Machine) -> None:
+def _build(machine: _Machine, _: object) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if isinstance(target, Made):  # a dict may have attributes too, like a module's state_dict: ignored
         target.state = (target.state, state)
 
 
-_OPERATIONS: Mapping[bytes, _Operation] = {
-    pickle.PROTO: lambda machine: machine.source.skip(1),
-    pickle.FRAME: lambda machine: machine.source.skip(8),
-    pickle.NONE: _push(lambda machine: None),
-    pickle.NEWTRUE: _push(lambda machine: True),
-    pickle.NEWFALSE: _push(lambda machine: False),
-    pickle.INT: _push(_int_line),
-    pickle.BININT: _push(lambda machine: machine.number("<i")),
-    pickle.BININT1: _push(lambda machine: machine.number("<B")),
-    pickle.BININT2: _push(lambda machine: machine.number("<H")),
-    pickle.LONG: _push(lambda machine: int(machine.source.line().rstrip(b"L"))),
-    pickle.LONG1: _long("<B"),
-    pickle.LONG4: _long("<i"),
-    pickle.FLOAT: _push(lambda machine: float(machine.source.line())),
-    pickle.BINFLOAT: _push(lambda machine: machine.number(">d")),
-    pickle.STRING: _push(lambda machine: machine.source.line().strip(b"'\"")),
-    pickle.BINSTRING: _bytes("<i"),
-    pickle.SHORT_BINSTRING: _bytes("<B"),
-    pickle.BINBYTES: _bytes("<I"),
-    pickle.SHORT_BINBYTES: _bytes("<B"),
-    pickle.BINBYTES8: _bytes("<Q"),
-    pickle.BYTEARRAY8: _bytes("<Q"),
-    pickle.UNICODE: _push(lambda machine: machine.source.line().decode("raw_unicode_escape")),
-    pickle.BINUNICODE: _text("<I"),
-    pickle.SHORT_BINUNICODE: _text("<B"),
-    pickle.BINUNICODE8: _text("<Q"),
-    pickle.EMPTY_LIST: _push(lambda machine: []),
-    pickle.EMPTY_DICT: _push(lambda machine: {}),
-    pickle.EMPTY_TUPLE: _push(lambda machine: ()),
-    pickle.EMPTY_SET: _push(lambda machine: []),
-    pickle.LIST: _push(lambda machine: machine.pop_mark()),
-    pickle.DICT: _push(lambda machine: _dict_of(machine.pop_mark())),
-    pickle.TUPLE: _push(lambda machine: tuple(machine.pop_mark())),
-    pickle.FROZENSET: _push(lambda machine: machine.pop_mark()),
-    pickle.TUPLE1: _tuple(1),
-    pickle.TUPLE2: _tuple(2),
-    pickle.TUPLE3: _tuple(3),
-    pickle.APPEND: _append,
-    pickle.APPENDS: _appends,
-    pickle.ADDITEMS: _appends,
-    pickle.SETITEM: _set_item,
-    pickle.SETITEMS: _set_items,
-    pickle.MARK: _Machine.mark,
-    pickle.POP: _pop,
-    pickle.POP_MARK: _drop_mark,
-    pickle.DUP: _push(lambda machine: machine.stack[-1]),
-    pickle.GET: _push(lambda machine: machine.memo[int(machine.source.line())]),
-    pickle.BINGET: _get("<B"),
-    pickle.LONG_BINGET: _get("<I"),
-    pickle.PUT: _put_line,
-    pickle.BINPUT: _put("<B"),
-    pickle.LONG_BINPUT: _put("<I"),
-    pickle.MEMOIZE: _memoize,
-    pickle.GLOBAL: _push(_global),
-    pickle.STACK_GLOBAL: _stack_global,
-    pickle.EXT1: _push(lambda machine: Named(f"extension {machine.number('<B')}")),
-    pickle.EXT2: _push(lambda machine: Named(f"extension {machine.number('<H')}")),
-    pickle.EXT4: _push(lambda machine: Named(f"extension {machine.number('<i')}")),
-    pickle.REDUCE: _reduce,
-    pickle.NEWOBJ: _reduce,
-    pickle.NEWOBJ_EX: _new_with_keywords,
-    pickle.INST: _instance,
-    pickle.OBJ: _object,
-    pickle.BUILD: _build,
-    pickle.PERSID: _push(lambda machine: Made("something kept elsewhere", machine.source.line().decode())),
-    pickle.BINPERSID: _push(lambda machine: stored(machine.stack.pop())),
-    pickle.NEXT_BUFFER: _push(lambda machine: Made("something kept elsewhere", None)),
-    pickle.READONLY_BUFFER: lambda machine: None,
+_NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
+_TEXTS = ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
+_BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
+
+_OPERATIONS: Mapping[str, _Operation] = {
+    **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), lambda machine, argument: None),
+    **dict.fromkeys((*_NUMBERS, *_TEXTS, *_BYTES), _push(lambda machine, value: value)),
+    "BYTEARRAY8": _push(lambda machine, data: bytes(data) if isinstance(data, bytearray) else data),
+    "NONE": _push(lambda machine, _: None),
+    "NEWTRUE": _push(lambda machine, _: True),
+    "NEWFALSE": _push(lambda machine, _: False),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), _push(lambda machine, _: [])),
+    "EMPTY_DICT": _push(lambda machine, _: {}),
+    "EMPTY_TUPLE": _push(lambda machine, _: ()),
+    **dict.fromkeys(("LIST", "FROZENSET"), _push(_Machine.pop_mark)),
+    "DICT": _push(lambda machine, _: _dict_of(machine.pop_mark())),
+    "TUPLE": _push(lambda machine, _: tuple(machine.pop_mark())),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    "APPEND": _append,
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), _appends),
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "MARK": _Machine.mark,
+    "POP": _pop,
+    "POP_MARK": _Machine.pop_mark,
+    "DUP": _push(lambda machine, _: machine.stack[-1]),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _push(lambda machine, number: machine.memo[number])),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    "GLOBAL": _push(lambda machine, name: _global(name)),
+    "STACK_GLOBAL": _stack_global,
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _push(lambda machine, number: Named(f"extension {number}"))),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _reduce),
+    "NEWOBJ_EX": _new_with_keywords,
+    "INST": _push(lambda machine, name: result_of(_global(name), tuple(machine.pop_mark()))),
+    "OBJ": _push(_object),
+    "BUILD": _build,
+    **dict.fromkeys(("PERSID", "NEXT_BUFFER"), _push(lambda machine, name: Made("something kept elsewhere", name))),
+    "BINPERSID": _push(lambda machine, _: stored(machine.stack.pop())),
 }
