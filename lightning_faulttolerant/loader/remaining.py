@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_faulttolerant.loader.samplers import is_interruptible
-from lightning_faulttolerant.samplers.order import order_of as computed_order, seeded
+from lightning_faulttolerant.samplers.order import (
+    EpochPart,
+    FeistelPermutation,
+    SampleOrder,
+    SequentialOrder,
+    TorchOrder,
+    indices_of,
+)
 
 _CHUNK = 16_384
 
@@ -42,28 +49,13 @@ class GlobalOrder:
     generator: bytes = b""
     epoch: int | None = None
 
-    def at(self, begin: int, end: int, step: int) -> Iterator[int]:
-        """Yield the index at every `step`-th position from `begin` before `end`; wrap around at the end."""
-        if begin >= end:
-            return
-        if self.epoch is None:
-            order = self.indices()
-            positions = torch.arange(begin, end, step) % max(1, self.length)
-            yield from order[positions].tolist()
-            return
-        computed = computed_order("feistel", length=self.length, seed=self.seed, epoch=self.epoch, shuffle=True)
-        for start in range(begin, end, step * _CHUNK):
-            positions = torch.arange(start, min(end, start + step * _CHUNK), step) % self.length
-            yield from computed.at(positions).tolist()
-
-    def indices(self) -> Tensor:
-        """Return the indices in this order, each once."""
+    def samples(self) -> SampleOrder:
+        """Return the sample at each position."""
         if not self.shuffles:
-            return torch.arange(self.length)
-        generator = seeded(self.seed)
-        if self.generator:
-            generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
-        return torch.randperm(self.length, generator=generator)
+            return SequentialOrder(self.length)
+        if self.epoch is not None:
+            return FeistelPermutation(self.length, seed=self.seed, epoch=self.epoch)
+        return TorchOrder(self.length, seed=self.seed, generator=self.generator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,24 +122,16 @@ class RemainingBatches:
     def batches(self, *, skip: int = 0) -> Iterator[object]:
         """Yield the index batches after the first `skip`."""
         share, size = self.share, self.share.batch_size or 1
-        left = self.end - self.begin
-        num_own = left // share.num_ranks if share.cuts else -(-left // share.num_ranks)
-        own = self._own(num_own, skip * size)
+        part = EpochPart(
+            length=self.end, begin=self.begin, rank=share.rank, num_replicas=share.num_ranks, drop_last=share.cuts
+        )
+        own = indices_of(self.order.samples(), part, skip=skip * size)
         if share.batch_size is None:
             yield from own
             return
         while batch := list(islice(own, size)):
             if len(batch) == size or not share.drop_last:
                 yield batch
-
-    def _own(self, num_own: int, skip: int) -> Iterator[int]:
-        """Yield this rank's indices after the first `skip`. A missing one comes from the beginning of the order."""
-        num_ranks, first = self.share.num_ranks, self.begin + self.share.rank
-        whole = max(0, -(-(self.end - first) // num_ranks))  # those before the end
-        yield from self.order.at(first + skip * num_ranks, first + min(whole, num_own) * num_ranks, num_ranks)
-        if num_own > whole and skip < num_own:
-            place = first + whole * num_ranks - self.end
-            yield from self.order.at(place, place + 1, 1)
 
     def state_dict(self) -> dict[str, object]:
         """Return the deal as plain dicts."""

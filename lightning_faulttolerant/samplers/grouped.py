@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_faulttolerant.samplers.order import EpochPart, OrderName, check_order, checked_seed, order_of
+from lightning_faulttolerant.samplers.order import EpochPart, OrderName, order_of
 from lightning_faulttolerant.samplers.progress import (
-    VERSION,
     Interruptible,
     LenMode,
     check_not_too_far,
@@ -162,7 +161,7 @@ class EpochForwarder:
         self._batch_sampler.set_epoch(epoch)
 
 
-class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):  # type: ignore[override]
+class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):  # type: ignore[misc,override]
     """Deal batches to ranks, each with samples of one group (images of similar shape, texts of similar length).
 
     Batches are formed from the epoch's order for all ranks together, and dealt in turn: rank r takes every
@@ -219,12 +218,21 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         order: OrderName = "torch",
         len_mode: LenMode = "full",
     ) -> None:
-        check_order(order)
-        self.seed = checked_seed(seed, order=order)
-        self.dataset = range(dataset) if isinstance(dataset, int) else dataset  # type: ignore[assignment]
-        if len(group_ids) != len(self.dataset):  # type: ignore[arg-type]  # it is sized
+        Interruptible.__init__(
+            self,
+            dataset,
+            unit="batches",
+            shuffle=shuffle,
+            seed=seed,
+            order=order,
+            num_replicas=num_replicas,
+            rank=rank,
+            drop_last=drop_last,
+            len_mode=len_mode,
+        )
+        if len(group_ids) != len(self.dataset):
             raise ValueError(
-                f"group_ids has {len(group_ids)} entries, but the data set has {len(self.dataset)} samples. "  # type: ignore[arg-type]
+                f"group_ids has {len(group_ids)} entries, but the data set has {len(self.dataset)} samples. "
                 "Each sample needs a group."
             )
         if not isinstance(batch_size, int) or batch_size < 1:
@@ -232,7 +240,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self.leftover = leftover or ("drop" if drop_last else "pad")
         if self.leftover not in LEFTOVERS:
             raise ValueError(f"leftover={leftover!r}: it must be one of {', '.join(map(repr, LEFTOVERS))}.")
-        self.batch_size, self.shuffle, self.order_name = batch_size, shuffle, order
+        self.batch_size = batch_size
         self.group_ids = group_ids
         self._groups = group_numbers(group_ids)
         self._digest = digest_of(self._groups)
@@ -240,14 +248,10 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
             self._groups, batch_size=batch_size, leftover=self.leftover, drop_last=drop_last
         )
         self._formed: tuple[object, Batches] | None = None
-        self._consumed_before: list[_Part] = []
-        Interruptible.__init__(
-            self, unit="batches", num_replicas=num_replicas, rank=rank, drop_last=drop_last, len_mode=len_mode
-        )
 
     def _restart(self, epoch: int, *, begin: int = 0, is_restored: bool = False) -> None:
         super()._restart(epoch, begin=begin, is_restored=is_restored)
-        self._consumed_before = []
+        self._consumed_before: list[_Part] = []
 
     @property
     def sampler(self) -> EpochForwarder:
@@ -313,15 +317,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         super().advance(n)
 
     def _order_arguments(self) -> dict[str, object]:
-        return {
-            "dataset_len": len(self._groups),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "order": self.order_name,
-            "drop_last": self.drop_last,
-            "leftover": self.leftover,
-            "groups": self._digest,
-        }
+        return {**super()._order_arguments(), "leftover": self.leftover, "groups": self._digest}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position. The end of an epoch is the beginning of the next one.
@@ -329,17 +325,12 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         ``global_consumed`` counts the batches of ``batch_size`` that all ranks have consumed, after those of other
         batch sizes in ``consumed_before``. ``progress`` counts this rank's batches, as in the original's state.
         """
-        epoch, consumed = self._position()
+        state = super().state_dict()
+        is_begun = state["epoch"] == self.epoch
         return {
-            "version": VERSION,
-            "kind": self.kind,
-            "epoch": epoch,
-            "global_consumed": consumed,
-            "progress": self.progress if epoch == self.epoch else 0,
-            "num_replicas": self.place().num_replicas,
+            **state,
             "batch_size": self.batch_size,
-            "consumed_before": [dict(part) for part in self._consumed_before] if epoch == self.epoch else [],
-            **self._order_arguments(),
+            "consumed_before": [dict(part) for part in self._consumed_before] if is_begun else [],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -17,13 +17,10 @@ from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.samplers.order import (
     OrderName,
     SampleOrder,
-    check_order,
-    checked_seed,
     indices_of,
     order_of,
 )
 from lightning_faulttolerant.samplers.progress import (
-    VERSION,
     Interruptible,
     LenMode,
     SamplerPosition,
@@ -38,21 +35,12 @@ class InterruptibleSamples(Interruptible):
 
     Args:
         dataset: The data set, or its length.
-        shuffle: Whether each epoch has its own random order.
-        seed: The seed of the orders.
-        order: The name of an order.
         more: Arguments of `Interruptible`.
     """
 
-    kind: str
-
-    def __init__(self, dataset: Sized | int, *, shuffle: bool, seed: int, order: str, **more: Any) -> None:
-        check_order(order)
-        self.dataset = range(dataset) if isinstance(dataset, int) else dataset
-        self.shuffle, self.seed = shuffle, checked_seed(seed, order=order)
-        self.order_name = order
+    def __init__(self, dataset: Sized | int, **more: Any) -> None:
         self._order: tuple[tuple[object, ...], SampleOrder] | None = None
-        super().__init__(unit="samples", **more)
+        super().__init__(dataset, unit="samples", **more)
 
     def _length(self) -> int:
         return len(self.dataset)
@@ -69,32 +57,6 @@ class InterruptibleSamples(Interruptible):
 
     def _iterate(self, skip: int) -> Iterator[int]:
         return indices_of(self.order(), self.deal(), skip=skip, at_end=self._note_end)
-
-    def _order_arguments(self) -> dict[str, object]:
-        return {
-            "dataset_len": self._length(),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "order": self.order_name,
-            "drop_last": self.drop_last,
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position. The end of an epoch is the beginning of the next one.
-
-        The state counts what all ranks have consumed, and is the same on each. ``progress`` has the meaning of the
-        original's state: this rank's part, in samples.
-        """
-        epoch, consumed = self._position()
-        return {
-            "version": VERSION,
-            "kind": self.kind,
-            "epoch": epoch,
-            "global_consumed": consumed,
-            "progress": self.progress if consumed else 0,
-            "num_replicas": self.place().num_replicas,
-            **self._order_arguments(),
-        }
 
     def load_state_dict(self, state_dict: Mapping[str, object], *, strict: bool = True) -> None:
         """Continue from a state of `state_dict`, of this package or of the original library.

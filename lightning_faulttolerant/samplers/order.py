@@ -66,17 +66,21 @@ class TorchOrder:
     Args:
         length: The number of samples.
         seed: The seed of the permutation: torch's sampler takes its seed plus the epoch.
+        generator: The state of the generator that draws the permutation, unless `seed` seeds it.
     """
 
-    def __init__(self, length: int, *, seed: int) -> None:
+    def __init__(self, length: int, *, seed: int, generator: bytes = b"") -> None:
         self.length = length
-        self._seed = seed
+        self._seed, self._generator = seed, generator
         self._permutation: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the indices at `positions`."""
         if self._permutation is None:
-            self._permutation = drawn_permutation(self.length, seeded(self._seed))
+            generator = seeded(self._seed)
+            if self._generator:
+                generator.set_state(torch.frombuffer(bytearray(self._generator), dtype=torch.uint8))
+            self._permutation = drawn_permutation(self.length, generator)
         return self._permutation[positions].to(torch.int64)
 
     def __getstate__(self) -> dict[str, object]:

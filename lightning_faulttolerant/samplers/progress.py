@@ -12,12 +12,12 @@ import copy
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_faulttolerant.errors import AdvancedTooFarError, FingerprintMismatchError, HasNotResetProgressError
-from lightning_faulttolerant.samplers.order import EpochPart, RankPlace, place_of
+from lightning_faulttolerant.samplers.order import EpochPart, RankPlace, check_order, checked_seed, place_of
 
 _log = logging.getLogger(__name__)
 
@@ -129,22 +129,40 @@ class Interruptible(ABC):
     """The base of the interruptible samplers: an epoch, and the consumed part of it.
 
     Args:
+        dataset: The data set, or its length.
         unit: The unit of the count, in the plural: samples or batches.
+        shuffle: Whether each epoch has its own random order.
+        seed: The seed of the orders.
+        order: The name of an order.
         num_replicas: The number of ranks; ``None``: read when it is needed.
         rank: The rank of this process; ``None``: read when it is needed.
         drop_last: Whether the last units, too few to give each rank one, are left out.
         len_mode: The value of ``len`` after a resume: the length of the whole epoch, or the remaining one.
     """
 
+    kind: str
     _kept: tuple[str, ...] = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
 
     def __init__(
-        self, *, unit: str, num_replicas: int | None, rank: int | None, drop_last: bool, len_mode: str
+        self,
+        dataset: Sized | int,
+        *,
+        unit: str,
+        shuffle: bool,
+        seed: int,
+        order: str,
+        num_replicas: int | None,
+        rank: int | None,
+        drop_last: bool,
+        len_mode: str,
     ) -> None:
+        check_order(order)
         if num_replicas is not None and rank is not None:
             RankPlace(rank=rank, num_replicas=num_replicas)
         if len_mode not in ("full", "remaining"):
             raise ValueError(f"len_mode={len_mode!r}: it must be 'full' or 'remaining'.")
+        self.dataset: Sized = range(dataset) if isinstance(dataset, int) else dataset
+        self.shuffle, self.seed, self.order_name = shuffle, checked_seed(seed, order=order), order
         self.epoch = 0
         self.drop_last = drop_last
         self.len_mode = len_mode
@@ -360,9 +378,32 @@ class Interruptible(ABC):
         self._restart(epoch + 1 if is_over else epoch, begin=0 if is_over else consumed, is_restored=True)
         self._is_end_restored = is_over
 
-    @abstractmethod
+    def _order_arguments(self) -> dict[str, object]:
+        """Return everything that determines the order."""
+        return {
+            "dataset_len": len(self.dataset),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "order": self.order_name,
+            "drop_last": self.drop_last,
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is needed to continue from here."""
+        """Return the sampler's position. The end of an epoch is the beginning of the next one.
+
+        Returns:
+            Plain values that belong to the consumed samples, not to those fetched ahead. It is the same on each rank.
+        """
+        epoch, consumed = self._position()
+        return {
+            "version": VERSION,
+            "kind": self.kind,
+            "epoch": epoch,
+            "global_consumed": consumed,
+            "progress": self.progress if consumed else 0,
+            "num_replicas": self.place().num_replicas,
+            **self._order_arguments(),
+        }
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, object], *, strict: bool = True) -> None:

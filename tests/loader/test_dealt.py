@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -93,6 +94,11 @@ def test_new_workers_draw_again() -> None:
     assert len(set(draws)) == len(draws)
 
 
+def samples_of(order: GlobalOrder) -> list[int]:
+    """Return the samples in an order."""
+    return order.samples().at(torch.arange(order.length)).tolist()
+
+
 @given(
     length=st.integers(1, 40),
     begin=st.integers(0, 40),
@@ -121,7 +127,7 @@ def test_the_ranks_shares_are_the_rest(
     assert {len(own) for own in batches} == {deals[0].num_batches}
     assert deals[0].first_batch >= 0
     found = [index for batch in zip(*batches, strict=True) for row in zip(*batch, strict=True) for index in row]
-    rest = order.indices().tolist()[begin:]
+    rest = samples_of(order)[begin:]
     if cuts or drop_last:
         assert found == rest[: len(found)] or (not cuts and found[: len(rest)] == rest)
         assert len(rest) - len(found) < num_ranks * batch_size
@@ -164,7 +170,7 @@ def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -
 def test_a_seed_and_an_epoch_may_be_more_than_torch_takes() -> None:
     """Such values continue from 0, as in the sampler whose order it is."""
     beyond = GlobalOrder(length=9, shuffles=True, seed=2**64 + 3)
-    assert beyond.indices().tolist() == GlobalOrder(length=9, shuffles=True, seed=3).indices().tolist()
+    assert samples_of(beyond) == samples_of(GlobalOrder(length=9, shuffles=True, seed=3))
 
 
 # What is left of a loader after any ranks: with what they consumed, it is the whole loader, each sample once.
@@ -201,4 +207,6 @@ def test_listed_indices() -> None:
     assert len(sampler) == 20_000
     computed = list(InterruptibleDistributedSampler(40_000, 1, 0, seed=2, order="feistel"))
     order = GlobalOrder(length=40_000, shuffles=True, seed=2, epoch=0)
-    assert list(order.at(7, 40_003, 2)) == [*computed[7::2], computed[1]]
+    share = RankShare(rank=1, num_ranks=2, batch_size=None)
+    rest = RemainingBatches(order=order, begin=7, end=40_000, share=share)
+    assert list(rest.batches()) == [*computed[8::2], computed[0]]
