@@ -20,7 +20,6 @@ from lightning_faulttolerant.checkpoint.manifest import (
     FileEntry,
     Manifest,
     Verification,
-    check_metadata,
     describe_damage,
     read_manifest,
     save_manifest,
@@ -36,38 +35,6 @@ _NO_MANIFEST = f"it has no {MANIFEST_NAME}: this package did not commit it"
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-
-
-def write_manifest(
-    directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None, fsync: bool = True
-) -> Manifest:
-    """Commit a directory: read all its files back, and write their sizes and checksums into it, last.
-
-    Args:
-        directory: A local directory. A symbolic link in it counts as the file that it points to.
-        metadata: Kept in the manifest: dicts, lists, strings, finite numbers, booleans and None.
-        fsync: Wait until the files, their names and the manifest are on the disk.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        ValueError: If there is no file, or one that can't be part of a checkpoint: a link that points outside the
-            directory, a link to a directory, a device, a pipe or a socket.
-        TypeError: If the metadata holds something else.
-        OSError: If something can't be read or written; the directory is then not committed.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     _ = (Path(directory) / "weights.bin").write_bytes(b"123")
-        ...     _ = write_manifest(directory, metadata={"step": 3})
-        ...     read_manifest(directory).metadata, verify_directory(directory).has_checksums
-        ({'step': 3}, True)
-    """
-    check_metadata(metadata or {})
-    names = list_files(directory)
-    return commit_files(directory, sum_files(directory, names, fsync=fsync), metadata=metadata, fsync=fsync)
 
 
 def list_files(directory: str | os.PathLike[str]) -> list[str]:
@@ -345,9 +312,5 @@ def _extra_files(directory: str | os.PathLike[str], manifest: Manifest) -> list[
 
 
 def _in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
-    items = list(items)
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(items))
-    if num_threads < 2:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_faulttolerant-sum") as pool:
+    with ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="lightning_faulttolerant-sum") as pool:
         return list(pool.map(function, items))

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import re
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,7 +26,6 @@ from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
-    hostname,
     read_manifest,
     save_manifest,
     this_process,
@@ -123,7 +123,7 @@ def is_abandoned(path: Path) -> bool:
         last_change = max(os.lstat(changed).st_mtime for changed in paths)
     except FileNotFoundError:  # its writer is at work, or another process is deleting it
         return False
-    if owner.get("hostname") != hostname() or owner.get("machine", "") != this_machine():
+    if owner.get("hostname") != socket.gethostname() or owner.get("machine", "") != this_machine():
         return time.time() - last_change > ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or an earlier process with the same id, as in containers

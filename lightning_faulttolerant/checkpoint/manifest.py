@@ -210,12 +210,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         )
     try:
         return _decode(content)
-    except _BadManifest as error:
+    except ValueError as error:
         raise DamagedCheckpointError(describe_damage(directory, f"{MANIFEST_NAME} {error}")) from error
-
-
-class _BadManifest(Exception):  # noqa: N818 - never leaves this module
-    """The problem in the content of a manifest that is as it was written."""
 
 
 def _encode(content: dict[str, object]) -> bytes:
@@ -229,11 +225,11 @@ def _decode(content: dict[str, object]) -> Manifest:
     owner = content.get("owner")
     if owner is not None:
         if type(owner) is not dict:
-            raise _BadManifest("has an invalid owner")
+            raise ValueError("has an invalid owner")
         return Manifest(owner=owner)
     files, metadata = content.get("files"), content.get("metadata")
     if type(files) is not dict or type(metadata) is not dict:
-        raise _BadManifest("has no list of files")
+        raise ValueError("has no list of files")
     return Manifest(
         files={_checked_name(name): _entry(name, value) for name, value in files.items()}, metadata=metadata
     )
@@ -242,27 +238,20 @@ def _decode(content: dict[str, object]) -> Manifest:
 def _checked_name(name: str) -> str:
     parts = name.split("/")
     leads_out = os.path.isabs(name) or not {"", ".", ".."}.isdisjoint(parts) or "\0" in name
-    if os.sep != "/":
-        leads_out = leads_out or os.sep in name or ":" in name
     if leads_out or name == MANIFEST_NAME:
-        raise _BadManifest(f"names {name!r}, which is not a path of a file in the directory")
+        raise ValueError(f"names {name!r}, which is not a path of a file in the directory")
     return name
 
 
 def _entry(name: str, value: object) -> FileEntry:
     size_bytes, crc32 = (value.get("size_bytes"), value.get("crc32")) if type(value) is dict else (None, None)
     if type(size_bytes) is not int or size_bytes < 0:
-        raise _BadManifest(f"has no size of {name!r}")
+        raise ValueError(f"has no size of {name!r}")
     if type(crc32) is not str or len(crc32) != 8 or not _HEX_DIGITS.issuperset(crc32):
-        raise _BadManifest(f"has no CRC32 of {name!r}")
+        raise ValueError(f"has no CRC32 of {name!r}")
     return FileEntry(size_bytes=size_bytes, crc32=int(crc32, 16))
 
 
 def this_process() -> dict[str, str | int]:
     """Describe this process, as the owner of a directory."""
-    return {"hostname": hostname(), "machine": this_machine(), "process_id": os.getpid()}
-
-
-def hostname() -> str:
-    """Return the name of this machine, as manifests have it."""
-    return socket.gethostname().replace("/", "_")
+    return {"hostname": socket.gethostname(), "machine": this_machine(), "process_id": os.getpid()}

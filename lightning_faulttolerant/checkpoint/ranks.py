@@ -20,12 +20,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import IO, Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
 
-from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.joined_file import opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.pickled import TensorInfo
@@ -33,9 +33,9 @@ from lightning_faulttolerant.checkpoint.saving import Staging, save_to_file
 from lightning_faulttolerant.checkpoint.schema import DATA, INDEX, KEY, RANKS, STATES, read_summary, states_in
 from lightning_faulttolerant.checkpoint.verify import (
     damage_named,
-    is_no_file,
     load_file,
     load_open_file,
+    load_path,
     unsafe_paths,
     verify_open_file,
 )
@@ -422,18 +422,7 @@ class RankReader:
             UnsafeCheckpointError: As `load_path`.
             CheckpointError: As `load_path`.
         """
-        if is_url(path):
-            try:
-                return self._load_file(path, verifies_all=verifies_all)
-            except DamagedCheckpointError as error:
-                if not is_no_file(error):
-                    raise
-        elif not os.path.isdir(local_path(path)):
-            return self._load_file(path, verifies_all=verifies_all)
-        directory = local_path(path)
-        if verifies_all:
-            autosave_files.verify(directory)
-        return self._load_file(os.path.join(directory, autosave_files.METADATA_NAME), verifies_all=verifies_all)
+        return load_path(path, partial(self._load_file, verifies_all=verifies_all), verifies_shards=verifies_all)
 
     def _load_file(self, path: str | os.PathLike[str], *, verifies_all: bool) -> dict[str, object]:
         if verifies_all and self.num_ranks == 1:

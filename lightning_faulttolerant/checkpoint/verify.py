@@ -14,7 +14,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, cast
 
 import torch
@@ -144,11 +144,18 @@ def _demand_sound(path: str | os.PathLike[str], checked: CheckedFile) -> None:
         raise DamagedCheckpointError(describe_damage(path, damage))
 
 
-def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_path(
+    path: str | os.PathLike[str],
+    load: Callable[[str | os.PathLike[str]], dict[str, Any]] = load_file,
+    *,
+    verifies_shards: bool = True,
+) -> dict[str, Any]:
     """Verify an autosave and load it; for a directory, verify all of it, and load the part outside the shards.
 
     Args:
         path: A file written by ``torch.save``, or a directory with a manifest, local or in a store.
+        load: Verifies and loads a file.
+        verifies_shards: Verify the shards of a directory; not needed if another rank has done so.
 
     Returns:
         The content; for a directory, without the shards.
@@ -160,15 +167,16 @@ def load_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     if is_url(path):
         try:
-            return load_file(path)
+            return load(path)
         except DamagedCheckpointError as error:
             if not is_no_file(error):
                 raise
     elif not os.path.isdir(local_path(path)):
-        return load_file(path)
+        return load(path)
     directory = local_path(path)
-    autosave_files.verify(directory)
-    return load_file(os.path.join(directory, autosave_files.METADATA_NAME))
+    if verifies_shards:
+        autosave_files.verify(directory)
+    return load(os.path.join(directory, autosave_files.METADATA_NAME))
 
 
 def load_written(path: str | os.PathLike[str]) -> dict[str, Any]:

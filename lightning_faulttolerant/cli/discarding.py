@@ -49,16 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     store = open_store(meant(arguments.run_name))
     with remote_errors(store.url):
         store.listing()  # a lock must not create a directory that a typing error names
-    lock = open_lock(store.url)
     try:
-        lock.acquire()
+        with open_lock(store.url):
+            aside = _set_aside(store)
     except RunInUseError as error:
         print(safe(reason_of(error)), file=sys.stderr)
         return 1
-    try:
-        aside = _set_aside(store)
-    finally:
-        lock.release()
     registry_here().remove(store.url)
     if not aside:
         print(f"{safe(store.url)} has no autosaves.", file=sys.stderr)

@@ -103,9 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prune(place: str, run: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
-    lock = open_lock(run)
-    lock.acquire()
-    try:
+    with open_lock(run) as lock:
         plans = _plans(place, run, arguments)  # searched only now: a run may have continued before it was locked
         for folder, plan in plans.items():
             for file in plan.deleted:
@@ -117,8 +115,6 @@ def _prune(place: str, run: str, arguments: argparse.Namespace) -> dict[str, _Pl
                     store.remove_if_empty()
             lock.check()
             remove_unused(open_store(folder))
-    finally:
-        lock.release()
     return plans
 
 

@@ -112,7 +112,7 @@ class RunLock(Lock):
         key = os.path.realpath(self.directory)
         with _holders_lock:
             if _holders.get(key) == os.getpid():
-                raise RunInUseError(describe_holder(self.directory, socket.gethostname(), os.getpid()))
+                raise RunInUseError(describe_holder(self.directory, _this_process()))
             descriptor = _open_locked(self.directory)
             self._key, self._descriptor, self._process_id = key, descriptor, os.getpid()
             _holders[key] = os.getpid()
@@ -140,7 +140,8 @@ def _open_locked(directory: Path) -> int:
         try:
             _lock(descriptor, directory)
             if is_still_at(path, descriptor):
-                _write_holder(descriptor)
+                os.truncate(descriptor, 0)
+                os.write(descriptor, _this_process().encoded())
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -152,41 +153,20 @@ def _lock(descriptor: int, directory: Path) -> None:
     try:
         is_locked = try_lock(descriptor)
     except OSError as error:
-        _warn_unprotected(directory, str(error))
+        _logger.warning(
+            "Can't lock %s (%s). Training continues. Make sure that no second run writes there.", directory, error
+        )
         return
-    if not is_locked:
-        hostname, process_id = _read_holder(descriptor)
-        raise RunInUseError(describe_holder(directory, hostname, process_id))
+    if not is_locked:  # a holder may not have written its name yet
+        raise RunInUseError(describe_holder(directory, _decoded(os.read(descriptor, 4096))))
 
 
-def _warn_unprotected(directory: Path, reason: str) -> None:
-    _logger.warning(
-        "Can't lock %s (%s). Training continues. Make sure that no second run writes there.", directory, reason
-    )
-
-
-def _write_holder(descriptor: int) -> None:
-    holder = json.dumps({"hostname": socket.gethostname(), "process_id": os.getpid()})
-    os.truncate(descriptor, 0)
-    os.write(descriptor, holder.encode())
-
-
-def _read_holder(descriptor: int) -> tuple[str, int | None]:
-    try:
-        holder = parse_json(os.read(descriptor, 4096))
-        return str(holder["hostname"]), int(holder["process_id"])
-    except (ValueError, KeyError, TypeError):  # the process holds the lock, but has not written its name yet
-        return "an unknown host", None
-
-
-def describe_holder(directory: Path | str, hostname: str, process_id: int | None) -> str:
+def describe_holder(directory: Path | str, holder: Holder | None) -> str:
     """Return a message that names the holder of a run's directory, and says why that matters and what to do."""
-    who = f"process {process_id} on {hostname}" if process_id is not None else f"a process on {hostname}"
-    if process_id == os.getpid() and hostname == socket.gethostname():
-        who += " (this one)"
+    this = " (this one)" if holder is not None and holder.is_this_process else ""
     return (
-        f"{directory} is in use by {who}. Two runs in one directory would overwrite each other's checkpoints. Wait "
-        "for that run, stop it, or give this run another directory or run id."
+        f"{directory} is in use by {_name(holder)}{this}. Two runs in one directory would overwrite each other's "
+        "checkpoints. Wait for that run, stop it, or give this run another directory or run id."
     )
 
 
@@ -225,17 +205,27 @@ _tokens: dict[str, int] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Holder:
-    """The content of the lock object."""
+class Holder:
+    """The content of the lock's file or object."""
 
     hostname: str
     process_id: int
-    token: str
+    token: str = ""
     num_renewals: int = 0
     machine: str = ""
 
+    @property
+    def is_this_process(self) -> bool:
+        """Whether it is this process, or an earlier one with the same id."""
+        return (self.hostname, self.process_id) == (socket.gethostname(), os.getpid())
+
     def encoded(self) -> bytes:
+        """Return the content as bytes."""
         return json.dumps(asdict(self)).encode()
+
+
+def _this_process(token: str = "") -> Holder:
+    return Holder(hostname=socket.gethostname(), process_id=os.getpid(), token=token, machine=this_machine())
 
 
 @final
@@ -257,7 +247,7 @@ class RunLease(Lock):
         self.url = url
         self._store = RemoteStore(url)
         self._lease_seconds = lease_seconds
-        self._held = _Holder(hostname="", process_id=0, token="")
+        self._held = Holder(hostname="", process_id=0)
         self._is_over = threading.Event()
         self._thread = threading.Thread()
 
@@ -268,20 +258,14 @@ class RunLease(Lock):
             RunInUseError: If it is held.
             OSError: If the URL can't be written.
         """
-        us = _Holder(
-            hostname=socket.gethostname(),
-            process_id=os.getpid(),
-            token=secrets.token_hex(16),
-            machine=this_machine(),
-        )
+        us = _this_process(secrets.token_hex(16))
         found = self._store.read(LOCK_NAME)
         if found is None:
             try:
                 self._store.create(LOCK_NAME, us.encoded())
             except FileExistsError:  # another process was faster
-                self._wait_for_silence(self._store.read(LOCK_NAME) or b"")
-                self._store.replace(LOCK_NAME, us.encoded())
-        else:
+                found = self._store.read(LOCK_NAME) or b""
+        if found is not None:
             self._wait_for_silence(found)
             self._store.replace(LOCK_NAME, us.encoded())
         self._demand_token(us.token)
@@ -323,7 +307,7 @@ class RunLease(Lock):
             _logger.info("%s was locked by %s, which has died. This run takes it over", self.url, _name(holder))
             return
         if holder is not None and _is_ours(holder):
-            raise RunInUseError(describe_holder(self.url, holder.hostname, holder.process_id))
+            raise RunInUseError(describe_holder(self.url, holder))
         _logger.warning(
             "%s is locked by %s. If that process does not renew its lock within %g s, this run takes it over.",
             self.url, _name(holder), self._lease_seconds,
@@ -335,9 +319,7 @@ class RunLease(Lock):
             if now is None:
                 return  # released
             if now != found:
-                holder = _decoded(now)
-                hostname, process_id = (holder.hostname, holder.process_id) if holder else ("an unknown host", None)
-                raise RunInUseError(describe_holder(self.url, hostname, process_id))
+                raise RunInUseError(describe_holder(self.url, _decoded(now)))
         _logger.warning("This run takes over %s: its lock was not renewed by %s", self.url, _name(holder))
 
     def _demand_token(self, token: str) -> None:
@@ -349,7 +331,7 @@ class RunLease(Lock):
             )
         if holder.token != token:
             raise RunInUseError(
-                f"{describe_holder(self.url, holder.hostname, holder.process_id)} It has taken over the directory, "
+                f"{describe_holder(self.url, holder)} It has taken over the directory, "
                 "because this process did not renew its lock in time. Nothing was written."
             )
 
@@ -371,26 +353,27 @@ class RunLease(Lock):
         return True
 
 
-def _decoded(content: bytes) -> _Holder | None:
+def _decoded(content: bytes) -> Holder | None:
     try:
-        return _Holder(**parse_json(content))
+        holder = Holder(**parse_json(content))
     except (ValueError, TypeError):
         return None
+    return holder if isinstance(holder.process_id, int) else None
 
 
-def _is_surely_dead(holder: _Holder) -> bool:
+def _is_surely_dead(holder: Holder) -> bool:
     if (holder.hostname, holder.machine) != (socket.gethostname(), this_machine()) or _is_ours(holder):
         return False
     # Our own process id without a lock of ours: the number was given again, as in a restarted container.
     return holder.process_id == os.getpid() or not is_alive(holder.process_id)
 
 
-def _is_ours(holder: _Holder) -> bool:
+def _is_ours(holder: Holder) -> bool:
     return _tokens.get(holder.token) == os.getpid()
 
 
-def _name(holder: _Holder | None) -> str:
-    return f"process {holder.process_id} on {holder.hostname}" if holder is not None else "somebody"
+def _name(holder: Holder | None) -> str:
+    return f"process {holder.process_id} on {holder.hostname}" if holder is not None else "a process on an unknown host"
 
 
 def open_lock(path: str | os.PathLike[str]) -> Lock:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
+from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.writers import write_manifest
 from tests.messages import plain
 from tests.storage.stores import write
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.ranks import RankReader
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from tests.checkpoint.writers import write_manifest
 from tests.damage import Payload, bytes_of
 from tests.messages import plain
 from tests.storage.stores import error_of

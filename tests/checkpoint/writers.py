@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME
-from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
+from lightning_faulttolerant.checkpoint.contents import commit_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, check_metadata
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, load_path
@@ -47,6 +47,12 @@ def content(number: int) -> dict[str, Any]:
 def save_file(series: AutosaveSeries, number: int, **more: Any) -> str:
     """Save a file; return its path."""
     return series.save({**content(number), **more}, epoch=0, batch=number, global_step=number)
+
+
+def write_manifest(directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None) -> None:
+    """Commit a directory with the files that are in it."""
+    check_metadata(metadata or {})
+    commit_files(directory, sum_files(directory, list_files(directory)), metadata=metadata)
 
 
 def begin_objects(series: AutosaveSeries, number: int) -> str:

@@ -15,13 +15,13 @@ import torch
 from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.checkpoint.autosave_files import METADATA_NAME, bases_in
-from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import RunInUseError
 from lightning_faulttolerant.storage.local import LocalStore
 from lightning_faulttolerant.storage.lock import RunLock
+from tests.checkpoint.writers import write_manifest
 from tests.cli.checkpoints import call, checkpoint, foreign, save, save_series, told
 from tests.damage import change_a_weight
 

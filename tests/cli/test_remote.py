@@ -14,11 +14,10 @@ import s3fs
 import torch
 from syrupy.assertion import SnapshotAssertion
 
-from lightning_faulttolerant.checkpoint.contents import write_manifest
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.storage.lock import open_lock
 from lightning_faulttolerant.storage.store import open_store
-from tests.checkpoint.writers import SHARD, begin_objects, save_objects
+from tests.checkpoint.writers import SHARD, begin_objects, save_objects, write_manifest
 from tests.cli.checkpoints import call, checkpoint, foreign, save, save_series, told
 from tests.damage import change_a_weight
 from tests.s3 import CREDENTIALS, s3_server

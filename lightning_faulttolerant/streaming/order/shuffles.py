@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +118,10 @@ class Units:
     shard_size: Ints
     num_shards: int
     draw: tuple[int, ...] = ()
-    _drawn: Recent = field(default_factory=lambda: Recent(at_most=16), init=False, repr=False, compare=False)
+    _drawn: Callable[[int], Ints] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_drawn", lru_cache(maxsize=16)(self._draw))
 
     @property
     def num_samples(self) -> int:
@@ -134,7 +138,7 @@ class Units:
         first = int(self.first[unit])
         if self.size[unit] == self.shard_size[unit]:
             return np.arange(first + begin, first + stop, dtype=np.int64)
-        return first + self._drawn.get(unit, self._draw)[begin:stop]
+        return first + self._drawn(unit)[begin:stop]
 
     def _draw(self, unit: int) -> Ints:
         key = key_of("samples of a shard", *self.draw, int(self.shard[unit]))
@@ -162,31 +166,6 @@ def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> U
         num_shards=len(shard_size),
         draw=draw,
     )
-
-
-class Recent:
-    """A cache of the latest arrays. Each array is created from a number on request.
-
-    Several threads may read the cache, and the process may fork at any time, so it has no lock that could stay locked.
-    At worst, two threads create the same array.
-
-    Args:
-        at_most: The number of arrays to keep.
-    """
-
-    def __init__(self, *, at_most: int) -> None:
-        self._at_most = at_most
-        self._kept: dict[int, Ints] = {}
-
-    def get(self, number: int, make: Callable[[int], Ints]) -> Ints:
-        """Return the array of a number. Create it if it is not kept."""
-        found = self._kept.pop(number, None)
-        if found is None:
-            found = make(number)
-        self._kept[number] = found
-        for oldest in list(self._kept)[: -self._at_most]:
-            self._kept.pop(oldest, None)
-        return found
 
 
 def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:
@@ -288,7 +267,7 @@ class BlockOrder:
         self._first_part = np.searchsorted(block, np.arange(block.max(initial=-1) + 2))
         self._starts = np.append(0, np.cumsum(self._parts.size))[self._first_part]
         # Each row reads from one block, or from two where one ends. A thread that looks ahead reads from others.
-        self._tables = Recent(at_most=2 * num_canonical_nodes + 2)
+        self._table = lru_cache(maxsize=2 * num_canonical_nodes + 2)(self._ids_of)
 
     @property
     def num_positions(self) -> int:
@@ -306,10 +285,10 @@ class BlockOrder:
         blocks = np.searchsorted(self._starts, places, side="right") - 1
         ids = np.empty(len(places), np.int64)
         for block, where in grouped(blocks):
-            ids[where] = self._tables.get(block, self._table)[places[where] - self._starts[block]]
+            ids[where] = self._table(block)[places[where] - self._starts[block]]
         return ids
 
-    def _table(self, block: int) -> Ints:
+    def _ids_of(self, block: int) -> Ints:
         """Return the ids of a block, in order."""
         unit, begin, size = (
             array[self._first_part[block] : self._first_part[block + 1]].tolist()
