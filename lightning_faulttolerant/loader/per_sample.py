@@ -127,8 +127,38 @@ class LoaderSeeds:
             seeds.seed = self.seed
 
 
-class PerSampleDataset:
-    """Stands in for a loader's data set while torch creates an iterator, and for its ``collate_fn``.
+class DatasetStandIn:
+    """Stands in for a loader's map-style data set while torch creates an iterator, which keeps it.
+
+    Args:
+        dataset: The loader's data set. Every attribute is looked up on it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.user_dataset = dataset
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or "user_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.user_dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.user_dataset)
+
+    @contextlib.contextmanager
+    def stand_in(self, loader: DataLoader[Any], **others: object) -> Iterator[None]:
+        """Replace the data set and other attributes of `loader` in the block."""
+        parts = vars(loader)
+        own = {name: parts[name] for name in ("dataset", *others)}
+        parts.update(others, dataset=self)
+        try:
+            yield
+        finally:
+            parts.update(own)
+
+
+class PerSampleDataset(DatasetStandIn):
+    """Stands in for a data set whose samples are seeded one by one, and for the ``collate_fn``.
 
     The main process restores its generators after each batch. A worker's generators serve only the worker.
 
@@ -139,56 +169,31 @@ class PerSampleDataset:
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         self._collate_fn = collate_fn
         self._is_batched = is_batched
         self._held: HeldGenerators | None = None
         self._before: tuple[Any, ...] | None = None
         self._current: SeededIndices | None = None
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or "_dataset" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
     def __getstate__(self) -> dict[str, object]:
         # A spawned worker searches its copy for generators.
         return {**vars(self), "_held": None, "_before": None}
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def __getitem__(self, index: Any) -> object:
-        return self._fetch(index) if isinstance(index, SeededIndices) else self._dataset[index]
+        return self._fetch(index) if isinstance(index, SeededIndices) else self.user_dataset[index]
 
     def __getitems__(self, indices: Any) -> list[object]:
         """Return the samples of a batch, one after the other."""
         if isinstance(indices, SeededIndices):
             samples: list[object] = self._fetch(indices)
             return samples
-        return [self._dataset[index] for index in indices]
-
-    @contextlib.contextmanager
-    def stand_in(self, loader: DataLoader[Any], *, collates: bool) -> Iterator[None]:
-        """Replace the attributes of `loader` while an iterator is created that keeps them; restore them afterwards."""
-        parts = vars(loader)
-        own = {name: parts[name] for name in ("dataset", "collate_fn")}
-        parts["dataset"] = self
-        if collates:
-            parts["collate_fn"] = self.collate
-        try:
-            yield
-        finally:
-            parts.update(own)
-
-    def init_worker(self) -> None:
-        """Let user functions in this worker find their own data set."""
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
+        return [self.user_dataset[index] for index in indices]
 
     def _fetch(self, batch: SeededIndices) -> Any:
         held = self._held
         if held is None:
-            held = self._held = HeldGenerators({"dataset": self._dataset, "collate_fn": self._collate_fn})
+            held = self._held = HeldGenerators({"dataset": self.user_dataset, "collate_fn": self._collate_fn})
         held.refresh()
         if get_worker_info() is None:
             _numpy_random()
@@ -209,12 +214,12 @@ class PerSampleDataset:
     def _sample(self, batch: SeededIndices, place: int, index: Any, held: HeldGenerators) -> object:
         for _ in range(_MAX_TRIES):
             seeded = seed_generators(batch.seed, batch.epoch, place, held)
-            sample = self._dataset[index]
+            sample = self.user_dataset[index]
             # An object may have created a generator just now, with its own seed. Then take the sample again.
             if not _has_more_than(held, seeded):
                 return sample
         raise NotExactError(
-            f"{type(self._dataset).__name__} creates another random generator for each sample, and keeps them all. "
+            f"{type(self.user_dataset).__name__} creates another random generator for each sample, and keeps them all. "
             "They can't be seeded before the sample draws from them. Let it create them at its start, or use "
             'worker_rng="capture".'
         )

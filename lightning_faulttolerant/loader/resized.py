@@ -186,8 +186,8 @@ class SeededSamples:
         self, loader: DataLoader[object], index_side: IndexSide, make_iterator: Callable[[], Iterator[object]]
     ) -> Iterator[object]:
         """Create torch's iterator over a data set that seeds before each sample. The loader's attributes stay."""
-        stand_in = self.dataset.stand_in(loader, collates=not self._num_workers)
-        with index_side.opened_before(), stand_in:
+        others = {} if self._num_workers else {"collate_fn": self.dataset.collate}
+        with index_side.opened_before(), self.dataset.stand_in(loader, **others):
             self._seeds.seed_workers(loader.generator)
             return make_iterator()
 

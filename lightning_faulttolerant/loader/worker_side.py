@@ -26,7 +26,7 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFe
 from lightning_faulttolerant.loader.exactness import Exactness, lacks_generators, stateful_dataset
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.objects import WorkerObjects
-from lightning_faulttolerant.loader.per_sample import PerSampleDataset
+from lightning_faulttolerant.loader.per_sample import DatasetStandIn, PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.processes import end_with_parent, is_running
 from lightning_faulttolerant.state import rng
@@ -61,51 +61,22 @@ def error_in(samples: object) -> ExceptionWrapper | None:
 
 
 @final
-class GuardedSamples:
-    """Stands in for a map-style data set while torch creates the workers of a loader.
-
-    Args:
-        dataset: The loader's data set. Every attribute is looked up on it.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or "_dataset" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
+class GuardedSamples(DatasetStandIn):
+    """Stands in for the data set of workers: a sample that can't be loaded is an `Unloaded`."""
 
     def __getitem__(self, index: Any) -> object:
         try:
-            return self._dataset[index]
+            return self.user_dataset[index]
         except Exception:  # noqa: BLE001 - torch raises it in the main process
             return unloaded_now()
 
     def __getitems__(self, indices: Any) -> list[object]:
         """Return the samples of a batch, or one that says why they could not be loaded."""
         try:
-            at_once = getattr(self._dataset, "__getitems__", None)
-            return at_once(indices) if at_once else [self._dataset[index] for index in indices]
+            at_once = getattr(self.user_dataset, "__getitems__", None)
+            return at_once(indices) if at_once else [self.user_dataset[index] for index in indices]
         except Exception:  # noqa: BLE001 - likewise
             return [unloaded_now()]
-
-    @contextlib.contextmanager
-    def stand_in(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """Replace the data set of `loader` while an iterator is created, which keeps it; restore it afterwards."""
-        parts = vars(loader)
-        parts["dataset"] = self
-        try:
-            yield
-        finally:
-            parts["dataset"] = self._dataset
-
-    def init_worker(self) -> None:
-        """Let user functions in this worker find their own data set."""
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
 
 
 WorkerState = dict[str, Any]
@@ -153,14 +124,14 @@ class WorkerSide:
         per_sample: PerSampleDataset | None = None,
         guarded: GuardedSamples | None = None,
     ) -> None:
-        self._exactness = exactness.of_worker()
+        self.exactness = exactness.of_worker()
         self._per_sample = per_sample
         self._guarded = guarded
-        self._collate_fn = collate_fn if per_sample is None else per_sample.collate
-        self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
-        self._iterable = iterable
-        self._leaves_rest = leaves_rest
-        self._has_state = has_state
+        self.collate_fn = collate_fn if per_sample is None else per_sample.collate
+        self.init_fn = worker_init_fn if worker_init_fn is not None else default_init
+        self.iterable = iterable
+        self.leaves_rest = leaves_rest
+        self.has_state = has_state
         self._starts: list[WorkerStart] = []
         self._states: WorkerStates | None = None
 
@@ -191,33 +162,20 @@ class WorkerSide:
         start.ring.register(worker_id, os.getpid())
         _handle_signals(start.ring, worker_id)
         _note_failures(start.ring, worker_id)
-        if self._iterable is not None:
-            # Users must see their own object; torch's class forbids a plain assignment.
-            object.__setattr__(get_worker_info(), "dataset", self._iterable.user_dataset)
-        if self._per_sample is not None:
-            self._per_sample.init_worker()
-        if self._guarded is not None:
-            self._guarded.init_worker()
-        if self._init_fn is not None:
-            self._init_fn(worker_id)
+        for stand_in in (self.iterable, self._per_sample, self._guarded):
+            if stand_in is not None:  # users must see their own object; torch's class refuses a plain assignment
+                object.__setattr__(get_worker_info(), "dataset", stand_in.user_dataset)
+        if self.init_fn is not None:
+            self.init_fn(worker_id)
         if self._per_sample is not None:
             return
-        self._states = WorkerStates(
-            worker_id,
-            start.ring,
-            exactness=self._exactness,
-            collate_fn=self._collate_fn,
-            worker_init_fn=self._init_fn,
-            iterable=self._iterable,
-            leaves_rest=self._leaves_rest,
-            has_state=self._has_state,
-        )
+        self._states = WorkerStates(worker_id, start.ring, self)
         # If there are more workers than before and strict is off, the new ones keep the states they started with.
         self._states.begin(start.states[worker_id] if worker_id < len(start.states) else None)
 
     def collate(self, samples: object) -> object:
         """Collate a batch with the user's function, then leave the worker's state in the ring."""
-        batch = self._collate_fn(samples) if self._guarded is None else self._guarded_batch(samples)
+        batch = self.collate_fn(samples) if self._guarded is None else self._guarded_batch(samples)
         if self._states is not None:
             self._states.leave_after_batch()
         return batch
@@ -227,14 +185,14 @@ class WorkerSide:
         if error is not None:
             return error
         try:
-            return self._collate_fn(samples)
+            return self.collate_fn(samples)
         except Exception:  # noqa: BLE001 - torch raises it in the main process
             return unloaded_now().error
 
     def state_bytes(self, dataset: object) -> int:
         """Return the approximate length of a worker's state, from the main process's copy of the data set."""
-        held = _held_generators(dataset, self._collate_fn)
-        return len(_pack(held, dataset=dataset if self._has_state else None))
+        held = _held_generators(dataset, self.collate_fn)
+        return len(_pack(held, dataset=dataset if self.has_state else None))
 
 
 class WorkerStates:
@@ -243,35 +201,17 @@ class WorkerStates:
     Args:
         worker: The number of the worker.
         ring: Where it leaves its states.
-        exactness: Collects what is not exact. The main process reads it in the ring.
-        collate_fn: The loader's ``collate_fn``.
-        worker_init_fn: The function that was called when the worker started.
-        iterable: The stand-in for an iterable data set.
-        leaves_rest: Whether samples too few for a whole batch form one.
-        has_state: Whether the data set's own state is part of it.
+        side: What stands in for the functions of the loader.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        ring: WorkerRing,
-        *,
-        exactness: Exactness,
-        collate_fn: Callable[[object], object],
-        worker_init_fn: Callable[[int], None] | None,
-        iterable: IterableSide | None,
-        leaves_rest: bool,
-        has_state: bool,
-    ) -> None:
-        self._worker = worker
-        self._ring = ring
-        self._exactness = exactness
-        self._iterable = iterable
-        self._leaves_rest = leaves_rest
-        self._has_state = has_state
-        self._generators = _Generators(_held_generators(_dataset(), collate_fn))
+    def __init__(self, worker: int, ring: WorkerRing, side: WorkerSide) -> None:
+        self._worker, self._ring, self._side = worker, ring, side
+        self._generators = _Generators(_held_generators(_dataset(), side.collate_fn))
         self._objects = WorkerObjects(
-            dataset=_dataset(), collate_fn=collate_fn, worker_init_fn=worker_init_fn, held=self._generators.held
+            dataset=_dataset(),
+            collate_fn=side.collate_fn,
+            worker_init_fn=side.init_fn,
+            held=self._generators.held,
         )
         self._owed: Mapping[str, object] = {}
         self._num_batches = self._num_iterations = self._num_said = 0
@@ -279,12 +219,12 @@ class WorkerStates:
     def begin(self, state: WorkerState | None) -> None:
         """Continue from `state`, and leave the state at the start."""
         if state is not None:
-            if self._has_state:
+            if self._side.has_state:
                 _dataset().load_state_dict(state["dataset"])
             self._resume(state)
-        if self._iterable is not None:
+        if self._side.iterable is not None:
             plan = None if state is None else state.get("iterable")
-            self._iterable.begin_in_worker(plan, self, self._exactness)
+            self._side.iterable.begin_in_worker(plan, self, self._side.exactness)
         self._say_not_exact()
         self._leave()
 
@@ -305,14 +245,14 @@ class WorkerStates:
 
     def end_iteration(self, record: IterableRecord) -> None:
         """Note that the iterable data set has no more samples."""
-        if record.num_left and self._leaves_rest:
+        if record.num_left and self._side.leaves_rest:
             self._ring.note_end(self._worker, self._num_batches + 1)
             return
         self._leave()
         self._ring.note_end(self._worker, self._num_batches)
 
     def _say_not_exact(self) -> None:
-        reasons = self._exactness.reasons
+        reasons = self._side.exactness.reasons
         if len(reasons) > self._num_said:
             self._ring.say(self._worker, reasons)
             self._num_said = len(reasons)
@@ -320,20 +260,20 @@ class WorkerStates:
     def _resume(self, state: WorkerState) -> None:
         missing = _load_worker_state(state, self._generators.held)
         if missing:
-            self._exactness.refuse(f"A worker can't continue exactly: {lacks_generators(missing)}")
+            self._side.exactness.refuse(f"A worker can't continue exactly: {lacks_generators(missing)}")
         self._owed = state.get("objects", {})
         for line in self._objects.load_state_dict(self._owed):
-            self._exactness.refuse(f"A worker continues without {line}")
+            self._side.exactness.refuse(f"A worker continues without {line}")
         now = {**rng_state(), **self._generators.held.state_dict()}
         others = [name for name, one in {**state["rng"], **state["held"]}.items() if now.get(name, one) != one]
         if others:
-            self._exactness.refuse(
+            self._side.exactness.refuse(
                 f"A worker can't continue exactly: read again after the restore, {others[0]} differs"
             )
 
     def _leave(self) -> None:
-        dataset, objects = _dataset() if self._has_state else None, self._objects.state_dict()
-        packed = self._generators.packed(self._iterable, dataset, objects)
+        dataset, objects = _dataset() if self._side.has_state else None, self._objects.state_dict()
+        packed = self._generators.packed(self._side.iterable, dataset, objects)
         self._ring.put(self._worker, self._num_batches, packed)
 
 
