@@ -248,6 +248,25 @@ def is_legacy(file: IO[bytes]) -> bool:
     return begin.startswith(b"\x80") and _LEGACY_MAGIC in begin
 
 
+def begin_of_content(file: IO[bytes], header_offset: int, name: str) -> int:
+    """Return where the content of a record begins.
+
+    Args:
+        file: Open for reading, seekable.
+        header_offset: Where the record begins, according to the directory.
+        name: The name of the record, for the error.
+
+    Raises:
+        ValueError: If no record begins there.
+    """
+    file.seek(header_offset)
+    header = file.read(LOCAL_HEADER.size)
+    if len(header) < LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
+        raise ValueError(f"record {name} does not begin where the directory says")
+    *_, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
+    return header_offset + LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+
+
 def _have_checksums(records: list[zipfile.ZipInfo]) -> bool:
     return any(record.CRC for record in records)
 

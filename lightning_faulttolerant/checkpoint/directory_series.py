@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import socket
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ from lightning_faulttolerant.checkpoint.saving import atomic_write_bytes
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import is_alive, this_machine
 from lightning_faulttolerant.storage.local import (
-    ABANDONED_AFTER_SECONDS,
     find_leftovers,
     fsync_directory,
+    is_unchanged_for_long,
     make_directory,
     temporary_name,
 )
@@ -119,12 +118,10 @@ def is_abandoned(path: Path) -> bool:
     """
     try:
         owner = read_manifest(path).owner or {}
-        paths = [os.path.join(folder, name) for folder, _, names in walk(path) for name in (".", *names)]
-        last_change = max(os.lstat(changed).st_mtime for changed in paths)
     except FileNotFoundError:  # its writer is at work, or another process is deleting it
         return False
     if owner.get("hostname") != socket.gethostname() or owner.get("machine", "") != this_machine():
-        return time.time() - last_change > ABANDONED_AFTER_SECONDS
+        return is_unchanged_for_long(path)
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or an earlier process with the same id, as in containers
         return str(path) not in being_written

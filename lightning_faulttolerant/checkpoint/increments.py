@@ -19,8 +19,7 @@ import itertools
 import os
 import pickle
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, cast, final
 
@@ -29,7 +28,7 @@ import torch
 from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
 from lightning_faulttolerant.checkpoint.autosave_files import base_name, new_key
 from lightning_faulttolerant.checkpoint.joined_file import REFERENCES, Place, References
-from lightning_faulttolerant.checkpoint.saving import WholeWriter
+from lightning_faulttolerant.checkpoint.saving import WholeWriter, tensors_in
 from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.verify import read_back
 from lightning_faulttolerant.errors import DamagedCheckpointError
@@ -41,8 +40,6 @@ _serialization: Any = torch.serialization
 
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL
 _PIECE_BYTES = 8 * 1024 * 1024
-_CONTAINERS = (dict, OrderedDict, list, tuple)
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _PyBUF_READ = 0x100
 _memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -105,21 +102,11 @@ def paths_of(value: object) -> dict[int, Path]:
         The places by ``storage._cdata``, by which ``torch.save`` tells storages apart.
     """
     found: dict[int, Path] = {}
-    for path, tensor in _tensors(value, (), set()):
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta":
+    for path, tensor in tensors_in(value):
+        is_stored = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+        if is_stored and all(type(key) in (str, int) for key in path):
             found.setdefault(tensor.untyped_storage()._cdata, path)
     return found
-
-
-def _tensors(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, torch.Tensor]]:
-    kind = type(value)
-    if kind in _TENSORS:
-        yield path, value
-    elif kind in _CONTAINERS and id(value) not in seen:
-        seen.add(id(value))
-        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
-            if type(key) in (str, int):
-                yield from _tensors(child, (*path, key), seen)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> list[memoryview]:

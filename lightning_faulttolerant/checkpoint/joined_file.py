@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast, final
 
-from lightning_faulttolerant.checkpoint.archive import UNREADABLE, Record, end_of, find_damage
+from lightning_faulttolerant.checkpoint.archive import UNREADABLE, Record, begin_of_content, end_of, find_damage
 from lightning_faulttolerant.checkpoint.autosave_files import BASE_NAME
 from lightning_faulttolerant.checkpoint.checked_file import read_into
 from lightning_faulttolerant.checkpoint.manifest import describe_damage
@@ -28,7 +28,6 @@ from lightning_faulttolerant.storage.store import is_url, local_path, open_file,
 REFERENCES = "base.json"
 """The name of the record with the references."""
 _VERSION = 1
-_LOCAL_HEADER_BYTES = 30
 _ENCRYPTED_FLAG = 1
 _MAX_64_BIT = 1 << 63
 
@@ -292,14 +291,8 @@ def _own_places(own: IO[bytes]) -> dict[str, Place]:
     for record in found:
         if not 0 <= record.header_offset < num_bytes:
             raise ValueError("its zip directory is damaged")
-        own.seek(record.header_offset)
-        header = own.read(_LOCAL_HEADER_BYTES)
-        if len(header) < _LOCAL_HEADER_BYTES:
-            raise ValueError("it ends too early")
-        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        place = Place(
-            offset=record.header_offset + _LOCAL_HEADER_BYTES + lengths, num_bytes=record.file_size, crc32=record.CRC
-        )
+        begin = begin_of_content(own, record.header_offset, record.filename)
+        place = Place(offset=begin, num_bytes=record.file_size, crc32=record.CRC)
         name = record.filename.partition("/")[2]
         if name != REFERENCES:
             places[name] = place

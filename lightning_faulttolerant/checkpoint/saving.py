@@ -233,7 +233,7 @@ class Staging:
         """
         copied = _Copied(self._free)
         memo: dict[object, object] = {}
-        for tensor in _tensors(checkpoint):
+        for _, tensor in tensors_in(checkpoint):
             if id(tensor) not in memo:
                 memo[id(tensor)] = copied.tensor(tensor, memo)
         # Tensors within other objects share storages with those outside, which torch's own __deepcopy__ supports.
@@ -249,7 +249,7 @@ class Staging:
         Args:
             checkpoint: Only the sizes in it are kept.
         """
-        plain = (tensor for tensor in _tensors(checkpoint) if _is_plain(tensor))
+        plain = (tensor for _, tensor in tensors_in(checkpoint) if _is_plain(tensor))
         firsts: dict[int, _Layout] = {}
         for tensor in plain:
             storage = tensor.untyped_storage()
@@ -374,15 +374,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg())
 
 
-def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(
+    value: Any, path: tuple[Any, ...] = (), seen: set[int] | None = None
+) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Yield the tensors in plain containers, each with the keys on the way to it."""
     seen = set() if seen is None else seen
     kind = type(value)
     if kind in _PLAIN_TENSORS:
-        yield value
+        yield path, value
     elif kind in _CONTAINERS and id(value) not in seen:  # shared, or a list that contains itself
         seen.add(id(value))
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(child, seen)
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(child, (*path, key), seen)
 
 
 _LETS_GO_ON_SECONDS = 0.001

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Final, TypedDict, Union, cast, final, get_args, get_origin, get_type_hints, is_typeddict
 
-from lightning_faulttolerant.checkpoint.archive import LOCAL_HEADER, UNREADABLE, is_legacy
+from lightning_faulttolerant.checkpoint.archive import UNREADABLE, begin_of_content, is_legacy
 from lightning_faulttolerant.checkpoint.pickled import (
     LongData,
     Made,
@@ -349,7 +349,7 @@ def begin_of(file: IO[bytes], summary: Summary, key: str) -> int:
     """
     if key not in summary.headers:
         raise ValueError(f"it has no record {key}")
-    return _begin_of_content(file, summary.headers[key], key)
+    return begin_of_content(file, summary.headers[key], key)
 
 
 class _Counted:
@@ -387,17 +387,8 @@ def _prefix(records: Iterable[zipfile.ZipInfo]) -> str:
 def _read_pickle(file: Any, record: zipfile.ZipInfo) -> object:
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"record {record.filename} is compressed, which torch.save never does")
-    begin = _begin_of_content(file, record.header_offset, record.filename)
+    begin = begin_of_content(file, record.header_offset, record.filename)
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
-
-
-def _begin_of_content(file: IO[bytes], header_offset: int, name: str) -> int:
-    file.seek(header_offset)
-    header = file.read(LOCAL_HEADER.size)
-    if len(header) < LOCAL_HEADER.size or not header.startswith(b"PK\x03\x04"):
-        raise ValueError(f"record {name} does not begin where the directory says")
-    *_, name_bytes, extra_bytes = LOCAL_HEADER.unpack(header)
-    return header_offset + LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 def walk(values: Iterable[object]) -> Iterable[object]:

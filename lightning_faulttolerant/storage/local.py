@@ -228,8 +228,8 @@ def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
         path: May already be gone.
     """
     try:
-        within = [entry.stat(follow_symlinks=False) for entry in os.scandir(path)] if os.path.isdir(path) else []
-        changed = max(found.st_mtime for found in (os.stat(path), *within))
+        within = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in (".", *names)]
+        changed = max(os.lstat(found).st_mtime for found in (path, *within))
     except FileNotFoundError:  # its writer is at work
         return False
     return time.time() - changed > ABANDONED_AFTER_SECONDS

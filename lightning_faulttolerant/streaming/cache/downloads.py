@@ -173,26 +173,24 @@ class Remote:
 
     def read(self, basename: str, *, timeout_seconds: float) -> bytes:
         """Return the content of a file, with the limits of ``download``."""
-        fs, path = self.file_system(), _join(self._root, basename)
-        let_clients_draw_elsewhere()
-        if isinstance(fs, AsyncFileSystem):
-            content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
-        else:  # requested in the thread that uses it: fsspec keeps one for each thread
-            content = result_in_time(_in_thread(lambda: self.file_system().cat_file(path)), timeout_seconds)
-        return bytes(content)
+        return bytes(self._answer("cat_file", basename, timeout_seconds))
 
     def version(self, basename: str, *, timeout_seconds: float) -> str:
         """Return what the store says of a file: its size, its time, and its tag, as far as the store has them."""
-        fs, path = self.file_system(), _join(self._root, basename)
-        let_clients_draw_elsewhere()
-        if isinstance(fs, AsyncFileSystem):
-            found = result_in_time(_in_loop(fs, fs._info(path)), timeout_seconds)
-        else:
-            found = result_in_time(_in_thread(lambda: self.file_system().info(path)), timeout_seconds)
+        found = self._answer("info", basename, timeout_seconds)
         said = {re.sub("[-_]", "", name.lower()): str(value) for name, value in found.items()}
         if "mtime" in said:  # a local file is "created" again when its mode changes
             said.pop("created", None)
         return " ".join(said[name] for name in _VERSION if name in said)
+
+    def _answer(self, method: str, basename: str, timeout_seconds: float) -> Any:
+        fs, path = self.file_system(), _join(self._root, basename)
+        let_clients_draw_elsewhere()
+        if isinstance(fs, AsyncFileSystem):
+            future = _in_loop(fs, getattr(fs, f"_{method}")(path))
+        else:  # requested in the thread that uses it: fsspec keeps one for each thread
+            future = _in_thread(lambda: getattr(self.file_system(), method)(path))
+        return result_in_time(future, timeout_seconds)
 
     def file_system(self) -> Any:
         """Return fsspec's file system of this process and, if it blocks, of this thread."""
