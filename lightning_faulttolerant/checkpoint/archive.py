@@ -36,8 +36,7 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 END64_LOCATOR = struct.Struct("<4sIQI")
 END = struct.Struct("<4s4H2IH")
 
-VERSION_RECORD = ("version", b"3\n")
-"""The name and the content of the record with the version of torch's format."""
+_VERSION = b"3\n"  # of torch's format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +140,7 @@ class RecordWriter:
         >>> import io, torch
         >>> file = io.BytesIO()
         >>> writer = RecordWriter(file)
-        >>> for name, content in (("data.pkl", b"\x80\x02K\x03."), VERSION_RECORD):
-        ...     _ = writer.add(name, [memoryview(content)])
+        >>> _ = writer.add("data.pkl", [memoryview(b"\x80\x02K\x03.")])
         >>> writer.end()
         >>> _ = file.seek(0)
         >>> torch.load(file, weights_only=True)
@@ -173,7 +171,8 @@ class RecordWriter:
         return record
 
     def end(self) -> None:
-        """Write the end of the file."""
+        """Write the version of the format, and the end of the file."""
+        self.add("version", [memoryview(_VERSION)])
         self._sink.write(memoryview(end_of(self._records)))
 
 

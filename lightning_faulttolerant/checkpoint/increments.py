@@ -25,7 +25,7 @@ from typing import IO, Any, cast, final
 
 import torch
 
-from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
+from lightning_faulttolerant.checkpoint.archive import RecordWriter
 from lightning_faulttolerant.checkpoint.autosave_files import base_name, new_key
 from lightning_faulttolerant.checkpoint.joined_file import REFERENCES, Place, References
 from lightning_faulttolerant.checkpoint.saving import WholeWriter, tensors_in
@@ -40,11 +40,6 @@ _serialization: Any = torch.serialization
 
 _PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL
 _PIECE_BYTES = 8 * 1024 * 1024
-
-_PyBUF_READ = 0x100
-_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
 
 
 def pickled(value: object) -> tuple[bytes, dict[str, torch.UntypedStorage]]:
@@ -118,8 +113,8 @@ def bytes_of(storage: torch.UntypedStorage) -> list[memoryview]:
         storage: The storage.
     """
     num_bytes, address = storage.nbytes(), storage.data_ptr()
-    begins = range(0, num_bytes, _PIECE_BYTES)
-    return [_memory(address + begin, min(_PIECE_BYTES, num_bytes - begin), _PyBUF_READ) for begin in begins]
+    pieces = ((begin, min(_PIECE_BYTES, num_bytes - begin)) for begin in range(0, num_bytes, _PIECE_BYTES))
+    return [memoryview((ctypes.c_ubyte * size).from_address(address + begin)).cast("B") for begin, size in pieces]
 
 
 def on_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -242,7 +237,6 @@ class Increment:
             record = writer.add(f"data/{key}", bytes_of(here))
             if key in self.paths:
                 self.sums[self.paths[key]] = record.num_bytes, record.crc32
-        writer.add(VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])
         writer.end()
 
 
@@ -372,7 +366,6 @@ class Increments:
             for index, (path, copy) in enumerate(self._copies.items()):
                 record = writer.add(f"data/{index}", bytes_of(copy.untyped_storage()))
                 places[path] = Place(offset=record.content_offset, num_bytes=record.num_bytes, crc32=record.crc32)
-            writer.add(VERSION_RECORD[0], [memoryview(VERSION_RECORD[1])])
             writer.end()
             num_bytes = file.tell()
             self._check()

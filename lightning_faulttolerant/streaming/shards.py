@@ -24,6 +24,7 @@ import numpy.typing as npt
 from lightning_faulttolerant.errors import IndexFileError, MissingShardError
 from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.cache.directory import fetch_index
+from lightning_faulttolerant.streaming.cache.downloads import Attempts, remote_of
 from lightning_faulttolerant.streaming.cache.prefetcher import Need
 from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
 from lightning_faulttolerant.streaming.cache.shard_files import CacheLimit
@@ -191,28 +192,23 @@ def _in_conflict(opened: Sequence[OpenedStream]) -> tuple[str, str, str] | None:
 
 def _opened(stream: Stream, limit: CacheLimit | None) -> OpenedStream:
     source = stream.address or stream.directory
-    retry = 2 if stream.download_retry is None else stream.download_retry
-    timeout = 60.0 if stream.download_timeout is None else stream.download_timeout
-    index = fetch_index(
-        local=stream.directory,
-        remote=stream.address,
-        retry=retry,
-        timeout=timeout,
-        storage_options=stream.storage_options,
+    attempts = Attempts(
+        retry=2 if stream.download_retry is None else stream.download_retry,
+        timeout_seconds=60.0 if stream.download_timeout is None else stream.download_timeout,
     )
+    remote = remote_of(stream.directory, stream.address, stream.storage_options)
+    index = fetch_index(stream.directory, remote, attempts)
     shards = parse_index(index.text, source=source)
     if not sum(shard.num_samples for shard in shards):
         raise IndexFileError(f"The index in {source} lists no samples: there would be nothing to read.")
     cache = ShardCache(
         local=index.directory,
-        remote=stream.address,
+        remote=remote,
         shards=shards,
+        attempts=attempts,
         keep_zip=stream.keep_zip,
-        download_retry=retry,
-        download_timeout=timeout,
         validate_hash=stream.validate_hash,
         limit=limit,
-        storage_options=stream.storage_options,
         index_digest=index.digest,
     )
     local = os.path.realpath(stream.directory)

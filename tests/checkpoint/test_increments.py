@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.checkpoint.archive import VERSION_RECORD, RecordWriter
+from lightning_faulttolerant.checkpoint.archive import RecordWriter
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME, base_name, bases_in, remove_unused
 from lightning_faulttolerant.checkpoint.increments import bytes_of
 from lightning_faulttolerant.checkpoint.joined_file import Place, References
@@ -274,7 +274,7 @@ def test_references_of_another_form_are_damage(tmp_path, references):
         (folder / BASE).write_bytes(bytes(1 << 20))
     with open(path, "wb") as file:
         writer = RecordWriter(file)
-        for name, content in (("data.pkl", b"\x80\x02K\x03."), ("base.json", references), VERSION_RECORD):
+        for name, content in (("data.pkl", b"\x80\x02K\x03."), ("base.json", references)):
             writer.add(name, [memoryview(content)])
         writer.end()
     error_of(DamagedCheckpointError, lambda: verify_file(path))

@@ -25,7 +25,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -349,14 +349,7 @@ class FetchedIndex:
     digest: str
 
 
-def fetch_index(
-    *,
-    local: str,
-    remote: str | None,
-    retry: int = 2,
-    timeout: float = 60,
-    storage_options: Mapping[str, object] | None = None,
-) -> FetchedIndex:
+def fetch_index(directory: str, remote: Remote | None, attempts: Attempts) -> FetchedIndex:
     """Return the current index of a data set.
 
     A copy is kept in the directory, with its address: without hashes, two data sets may have equal indexes. If the
@@ -364,24 +357,19 @@ def fetch_index(
     shards go to a separate folder, so the two never mix.
 
     Args:
-        local: The directory of the data set on this machine.
-        remote: The source of the index. None reads it from ``local``.
-        retry: How often a download is tried again.
-        timeout: The limit of one attempt, in seconds.
-        storage_options: Options of the remote's file system.
+        directory: The directory of the data set on this machine.
+        remote: The source of the index. None reads it from the directory.
+        attempts: How a download is tried.
 
     Raises:
         IndexFileError: If the index is missing, or can't be fetched.
-        ImportError: If the package for this kind of remote is not installed.
     """
-    attempts = Attempts(retry=retry, timeout_seconds=timeout)
-    directory = os.path.abspath(local)
-    source = Remote(remote, storage_options) if remote is not None else None
-    if source is None or source.local_directory() == os.path.realpath(local):
+    directory = os.path.abspath(directory)
+    if remote is None:
         text = _read(directory)
         return FetchedIndex(text=text, directory=directory, digest=_digest_of_index(text))
-    text = _download(source, attempts)
-    address = source.identity().encode()
+    text = _download(remote, attempts)
+    address = remote.identity().encode()
     digest = _digest_of_index(text + address)
     return FetchedIndex(text=text, directory=_directory_for(text, address, directory, attempts, digest), digest=digest)
 

@@ -221,6 +221,22 @@ class Remote:
         return {**self.__dict__, "_shared": None}
 
 
+def remote_of(directory: str, address: str | None, storage_options: Mapping[str, object] | None) -> Remote | None:
+    """Return the remote at an address, unless it is the local directory itself.
+
+    Args:
+        directory: The directory of the data set on this machine.
+        address: The address; None if there is no remote.
+        storage_options: Options of the remote's file system.
+
+    Raises:
+        ImportError: If the package for this kind of remote is not installed.
+        ValueError: If fsspec does not know this kind.
+    """
+    remote = None if address is None else Remote(address, storage_options)
+    return None if remote is not None and remote.local_directory() == os.path.realpath(directory) else remote
+
+
 @final
 class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
     """A copy by a blocking file system. It ends between two blocks once its result is no longer wanted."""

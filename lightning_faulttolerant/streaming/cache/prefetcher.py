@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, final
 
@@ -203,41 +202,6 @@ class _HeldShards:
 
 
 @final
-class _UpcomingShards:
-    """The shards that a reader will need, one after the other.
-
-    Args:
-        upcoming: Yields them.
-    """
-
-    def __init__(self, upcoming: Iterator[Need]) -> None:
-        self.lock = threading.Lock()
-        self._upcoming = iter(upcoming)
-        self._error: Exception | None = None
-
-    def next(self) -> Need | None:
-        """Return the next one, or ``None`` at the end, or if the plan has failed."""
-        try:
-            return next(self._upcoming, None)
-        except Exception as error:  # noqa: BLE001 - raised in the reader
-            self._error = error
-            return None
-
-    def take_error(self) -> Exception | None:
-        """Return the error that has ended the plan, once."""
-        error, self._error = self._error, None
-        return error
-
-
-@dataclass(kw_only=True, slots=True)
-class _ShardFetches:
-    """The shards that threads are fetching now, and the errors of those that could not be fetched."""
-
-    in_flight: set[Key] = field(default_factory=set)
-    errors: dict[Key, Exception] = field(default_factory=dict)
-
-
-@final
 class _UnsealedShards:
     """The shards whose checksums have to wait for the first batch."""
 
@@ -285,14 +249,16 @@ class _Work:
         self.position = 0
         self.resume_at = 0
         self.stop = threading.Event()
-        self._plan = _UpcomingShards(upcoming)
+        self._upcoming, self._upcoming_lock = iter(upcoming), threading.Lock()
+        self._plan_error: Exception | None = None
         self._held = _HeldShards(caches, max_bytes)
         self._predownload = predownload
         self._first = first
         self._changed = threading.Condition()
         self._wanted: Key | None = None
         self._makes_way = False
-        self._fetches = _ShardFetches()
+        self._in_flight: set[Key] = set()
+        self._errors: dict[Key, Exception] = {}
         self._unsealed = _UnsealedShards()
 
     def run(self) -> None:
@@ -331,12 +297,12 @@ class _Work:
         """Return the error of a shard, once no thread is fetching it. Each error is returned once."""
         with self._changed:
             self._wanted = key
-            while key in self._fetches.in_flight and not self.stop.is_set():
+            while key in self._in_flight and not self.stop.is_set():
                 self._changed.notify_all()
                 self._changed.wait(_LOOK_SECONDS)
             self._wanted = None
-            error = self._plan.take_error()
-            return self._fetches.errors.pop(key, None) or error
+            error, self._plan_error = self._plan_error, None
+            return self._errors.pop(key, None) or error
 
     def let_go(self, key: Key) -> None:
         """Release a shard that was fetched ahead."""
@@ -358,10 +324,14 @@ class _Work:
                 self._changed.notify_all()
 
     def _next(self) -> Need | None:
-        with self._plan.lock:
+        with self._upcoming_lock:
             if self.stop.is_set():
                 return None
-            need = self._plan.next()
+            try:
+                need = next(self._upcoming, None)
+            except Exception as error:  # noqa: BLE001 - raised in the reader
+                self._plan_error = error
+                return None
             if need is not None:
                 self._wait_for_turn(need)
             return None if need is None or self.stop.is_set() else need
@@ -396,16 +366,16 @@ class _Work:
         with self._changed:
             while self._makes_way and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS)
-            if need.position < self.position or key in self._fetches.in_flight or key in self._held:
+            if need.position < self.position or key in self._in_flight or key in self._held:
                 return  # a reader that passed it has had it: another fetch would evict shards that are still needed
-            self._fetches.in_flight.add(key)
+            self._in_flight.add(key)
             cache = self._held.hold(need)
         try:
             while not self._fetched(cache, key):
                 pass
         finally:
             with self._changed:
-                self._fetches.in_flight.discard(key)
+                self._in_flight.discard(key)
                 self._changed.notify_all()
 
     def _fetched(self, cache: ShardCache, key: Key) -> bool:
@@ -420,7 +390,7 @@ class _Work:
                 self._held.release(key)  # the reader goes first, and raises if there is no room
         except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard
             with self._changed:
-                self._fetches.errors[key] = error
+                self._errors[key] = error
                 self._held.release(key)
         return True
 

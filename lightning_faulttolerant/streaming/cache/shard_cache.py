@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
@@ -27,39 +28,6 @@ _NUM_OPENINGS = 5
 
 
 @final
-class _Holds:
-    """How often this process holds each shard. A forked child has none: those of its parent belong to the parent."""
-
-    def __init__(self) -> None:
-        self.lock = ProcessLock()
-        self._counts: dict[int, int] = {}
-        self._process_id = os.getpid()
-
-    def add(self, shard: int) -> None:
-        """Hold a shard once more."""
-        with self.lock:
-            counts = self._own()
-            counts[shard] = counts.get(shard, 0) + 1
-
-    def remove(self, shard: int) -> None:
-        """Hold a shard once less."""
-        with self.lock:
-            counts = self._own()
-            counts[shard] = counts.get(shard, 0) - 1
-            if counts[shard] <= 0:
-                del counts[shard]
-
-    def __contains__(self, shard: int) -> bool:
-        with self.lock:
-            return shard in self._own()
-
-    def _own(self) -> dict[int, int]:
-        if self._process_id != os.getpid():
-            self._process_id, self._counts = os.getpid(), {}
-        return self._counts
-
-
-@final
 class ShardCache:
     """The files of one stream in one directory, which all ranks and workers of a machine share.
 
@@ -70,40 +38,32 @@ class ShardCache:
         local: The directory. Its existing files are checked before use.
         remote: The source of the shards. With None, nothing is written here except decompressed files.
         shards: The index entries of the shards.
+        attempts: How a download is tried.
         keep_zip: Whether a compressed file is kept after decompression. None keeps it if the remote is local.
-        download_retry: How many times a failed download is tried again.
-        download_timeout: The limit of one attempt, in seconds.
         validate_hash: The algorithm that checks contents. None checks sizes.
         limit: How much room the files may take.
-        storage_options: Options of the remote's file system.
         index_digest: The digest of the index. Files in the directory that belong to another index are fetched again.
 
     Raises:
         ValueError: If an argument is invalid, or the index has no hashes of this algorithm.
-        ImportError: If the package for this kind of remote is not installed.
     """
 
     def __init__(
         self,
         *,
         local: str,
-        remote: str | None,
+        remote: Remote | None,
         shards: Sequence[ShardInfo],
-        keep_zip: bool | None = None,
-        download_retry: int = 2,
-        download_timeout: float = 60,
-        validate_hash: str | None = None,
-        limit: CacheLimit | None = None,
-        storage_options: Mapping[str, object] | None = None,
-        index_digest: str = "",
+        attempts: Attempts,
+        keep_zip: bool | None,
+        validate_hash: str | None,
+        limit: CacheLimit | None,
+        index_digest: str,
     ) -> None:
         _check_hashes(shards, validate_hash)
         self.directory = os.path.abspath(local)
         self.shards = shards
-        self._attempts = Attempts(retry=download_retry, timeout_seconds=download_timeout)
-        self._remote = Remote(remote, storage_options) if remote is not None else None
-        if self._remote is not None and self._remote.local_directory() == os.path.realpath(local):
-            self._remote = None
+        self._attempts, self._remote = attempts, remote
         self._keep_zip = self._remote is None or (self._remote.is_local if keep_zip is None else keep_zip)
         self._validate_hash = validate_hash
         self._kept = KeptShards(
@@ -119,7 +79,8 @@ class ShardCache:
         if self.limit is not None:
             self.limit.add(self)
         self._sound: set[int] = set()
-        self._holds = _Holds()
+        self._holds: Counter[tuple[int, int]] = Counter()  # by process: a forked child holds no shard of its parent's
+        self._holds_lock = ProcessLock()
         self._swept_by = 0
 
     @property
@@ -216,15 +177,17 @@ class ShardCache:
 
     def hold(self, shard: int) -> None:
         """Prevent this process from evicting a shard. Each hold needs its own release."""
-        self._holds.add(shard)
+        with self._holds_lock:
+            self._holds[os.getpid(), shard] += 1
 
     def release(self, shard: int) -> None:
         """Release a shard that was held."""
-        self._holds.remove(shard)
+        with self._holds_lock:
+            self._holds -= Counter([(os.getpid(), shard)])  # never below zero
 
     def is_held(self, shard: int) -> bool:
         """Return whether this process holds a shard."""
-        return shard in self._holds
+        return self._holds[os.getpid(), shard] > 0
 
     def num_bytes_of(self, shard: int) -> int:
         """Return the bytes that a shard takes while it is fetched: its files, and the compressed ones."""
@@ -384,7 +347,7 @@ class ShardCache:
 
     def __getstate__(self) -> dict[str, object]:
         # Shards are checked again in another process, which may be on another machine.
-        return {**self.__dict__, "_sound": set(), "_holds": _Holds(), "_swept_by": 0}
+        return {**self.__dict__, "_sound": set(), "_holds": Counter(), "_swept_by": 0}
 
 
 def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
