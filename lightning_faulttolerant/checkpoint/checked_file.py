@@ -54,6 +54,34 @@ def read_into(file: IO[bytes], room: memoryview) -> int:
     return len(data)
 
 
+class CountedFile:
+    """Forwards calls to a file, and counts the bytes that are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.num_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Read, and count."""
+        data = self._file.read(size)
+        self.num_bytes += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Change the position, and return it."""
+        if whence == os.SEEK_SET and not 0 <= offset < 1 << 63:  # the operating system would report a disk error
+            raise ValueError(f"it refers to data at byte {offset}")
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+
 TOO_SHORT = "it ends too early"
 
 

@@ -10,7 +10,6 @@ is fast on large files and safe on any file. States that a checkpoint keeps as b
 from __future__ import annotations
 
 import io
-import os
 import struct
 import types
 import zipfile
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Final, TypedDict, Union, cast, final, get_args, get_origin, get_type_hints, is_typeddict
 
 from lightning_faulttolerant.checkpoint.archive import UNREADABLE, begin_of_content, is_legacy
+from lightning_faulttolerant.checkpoint.checked_file import CountedFile
 from lightning_faulttolerant.checkpoint.pickled import (
     LongData,
     Made,
@@ -233,7 +233,6 @@ def _classes_of(hint: Any) -> tuple[type, ...]:
 _PICKLE_NAME = "data.pkl"
 _STORAGES_NAME = "data/"
 _NUMBER_BYTES = 8
-_64_BIT = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +307,7 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
         >>> summary.content["step"], summary.content["weights"].shape, summary.size_of(summary.content).num_bytes
         (3, (1000,), 4019)
     """
-    counted = _Counted(file)
+    counted = CountedFile(file)
     if is_legacy(cast("IO[bytes]", counted)):
         raise CheckpointError(
             f"{name} is in torch's format from before 1.6, which can't be inspected without loading it."
@@ -350,30 +349,6 @@ def begin_of(file: IO[bytes], summary: Summary, key: str) -> int:
     if key not in summary.headers:
         raise ValueError(f"it has no record {key}")
     return begin_of_content(file, summary.headers[key], key)
-
-
-class _Counted:
-    """Forwards calls to a file, and counts the bytes that are read."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.num_bytes = 0
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self.num_bytes += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the operating system would report a disk error
-            raise ValueError(f"it refers to data at byte {offset}")
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seekable(self) -> bool:
-        return True
 
 
 def _prefix(records: Iterable[zipfile.ZipInfo]) -> str:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from lightning_faulttolerant.checkpoint import autosave_files
 from lightning_faulttolerant.checkpoint.autosave_files import (
@@ -52,8 +52,6 @@ from lightning_faulttolerant.storage.store import Store, is_url, local_path, ope
 _logger = logging.getLogger(__name__)
 
 _LABEL = re.compile(r"[\w.=+-]+")
-
-_Content = TypeVar("_Content")
 
 
 def _is_still_ours() -> None:
@@ -230,19 +228,6 @@ class AutosaveSeries:
             self._move_aside(lasting, listing, "earlier-run")
         return sequence
 
-    def newest(self) -> str | None:
-        """Return the newest autosave that verifies; damaged ones that are newer are set aside under another name.
-
-        Returns:
-            Its path or URL, or None if no autosave was ever written.
-
-        Raises:
-            NoValidCheckpointError: If there are autosaves, but all are damaged.
-            OSError: If a file can't be read for a reason that is not damage.
-        """
-        found = self._first_sound(verify_autosave)
-        return None if found is None else found[0]
-
     def load_newest(self, load: Callable[[str], dict[str, Any]] = load_path) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, in one read; damaged ones that are newer are set aside.
 
@@ -259,7 +244,22 @@ class AutosaveSeries:
                 ones would hold it too, so none of them is tried.
             OSError: If a file can't be read for a reason that is not damage.
         """
-        return self._first_sound(load)
+        damages: dict[str, DamagedCheckpointError] = {}
+        found = None
+        for name in reversed(self._autosaves(self.store, self.store.listing())):
+            try:
+                found = self.store.path(name), load(self.store.path(name))
+                self._sound.add(name)
+                break
+            except DamagedCheckpointError as error:
+                damages[name] = error
+        taken = found[0] if found is not None else "none"
+        for name, damage in damages.items():
+            aside = self._set_damaged_aside(name)
+            _logger.warning("%s It was set aside as %s. Used instead: %s.", damage, aside, taken)
+        if found is None:
+            self._refuse_to_start_over(list(damages.values()))
+        return found
 
     def paths(self) -> list[str]:
         """List the autosaves that are not set aside.
@@ -369,24 +369,6 @@ class AutosaveSeries:
                 return False
             self._sound.add(name)
         return True
-
-    def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
-        damages: dict[str, DamagedCheckpointError] = {}
-        found = None
-        for name in reversed(self._autosaves(self.store, self.store.listing())):
-            try:
-                found = self.store.path(name), read(self.store.path(name))
-                self._sound.add(name)
-                break
-            except DamagedCheckpointError as error:
-                damages[name] = error
-        taken = found[0] if found is not None else "none"
-        for name, damage in damages.items():
-            aside = self._set_damaged_aside(name)
-            _logger.warning("%s It was set aside as %s. Used instead: %s.", damage, aside, taken)
-        if found is None:
-            self._refuse_to_start_over(list(damages.values()))
-        return found
 
     def _refuse_to_start_over(self, damages: list[DamagedCheckpointError]) -> None:
         damaged = self._autosaves(self.store, self.store.listing(), damaged=True)

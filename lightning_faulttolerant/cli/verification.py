@@ -16,6 +16,7 @@ from typing import IO, cast
 
 from lightning_faulttolerant.checkpoint.archive import has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.autosave_files import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.checked_file import CountedFile
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
 from lightning_faulttolerant.checkpoint.joined_file import find_whole_damage, opened_whole
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
@@ -129,40 +130,29 @@ def _verdict_of_file(file: IO[bytes]) -> CheckpointVerdict:
     return CheckpointVerdict(word=VERIFIED)
 
 
-class _ProgressFile:
+class _ProgressFile(CountedFile):
     """A file that passes reads on and, if it is large, shows the progress on a line of the terminal."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
-        self._file = file
+        super().__init__(file)
         self._label = safe(path.rstrip("/").rpartition("/")[2])
-        self._num_bytes = file.seek(0, os.SEEK_END)
-        self._num_read = 0
-        self._is_shown = self._num_bytes >= _SHOWN_FROM_BYTES and sys.stderr.isatty()
+        self._size = file.seek(0, os.SEEK_END)
+        self._is_shown = self._size >= _SHOWN_FROM_BYTES and sys.stderr.isatty()
         self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self._num_read += len(data)
-        if self._is_shown and (time.monotonic() >= self._next_at or self._num_read >= self._num_bytes):
+        data = super().read(size)
+        if self._is_shown and (time.monotonic() >= self._next_at or self.num_bytes >= self._size):
             self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
             self._show()
         return data
 
     def _show(self) -> None:
-        is_done = self._num_read >= self._num_bytes
-        part = min(100, 100 * self._num_read // self._num_bytes)
-        line = "" if is_done else f"{part:3d}% of {size_text(self._num_bytes)} read: {self._label}"
+        is_done = self.num_bytes >= self._size
+        part = min(100, 100 * self.num_bytes // self._size)
+        line = "" if is_done else f"{part:3d}% of {size_text(self._size)} read: {self._label}"
         sys.stderr.write(f"\r\x1b[K{line}")
         sys.stderr.flush()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seekable(self) -> bool:
-        return True
 
     def __enter__(self) -> _ProgressFile:
         return self

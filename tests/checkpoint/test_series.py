@@ -21,7 +21,7 @@ from lightning_faulttolerant.errors import (
     UnsafeCheckpointError,
 )
 from lightning_faulttolerant.storage.store import is_url, open_store
-from tests.checkpoint.writers import SHARD, begin_objects, save_objects
+from tests.checkpoint.writers import SHARD, begin_objects, newest_of, save_objects
 from tests.processes import dead_process_id
 from tests.storage.stores import damaging, error_of, read, requests_to_s3, write
 
@@ -72,14 +72,14 @@ def flip(path, name=None):
 
 def test_newest_are_kept_and_loaded(series, save):
     """After each save the newest two exist, in order, with nothing else, and a resume loads the last one."""
-    assert (series.load_newest(), series.newest(), series.paths(), series.set_aside("label")) == (None, None, [], None)
+    assert (series.load_newest(), series.paths(), series.set_aside("label")) == (None, [], None)
     series.remove_all()
     saved = []
     for number in range(4):
         saved.append(save(series, number))
         assert series.paths() == saved[-2:] == sorted(series.store.path(name) for name in series.store.names())
         assert newest(series) == number
-        assert series.newest() == saved[-1]
+        assert newest_of(series) == saved[-1]
     assert verify_path(saved[-1]).has_checksums
     assert os.path.basename(saved[0]) == "autosave-00000001-epoch=0-batch=0.ckpt"
 
@@ -245,7 +245,7 @@ def test_set_of_a_store_is_created_once(remote_url):
     name = "autosave-00000009-epoch=0-batch=0.ckpt"
     begin_in_store(series.store, name)
     error_of(FileExistsError, lambda: begin_in_store(series.store, name))
-    assert series.newest() == url
+    assert newest_of(series) == url
     assert save_objects(series, 1) > series.store.path(name), "a number is given twice"
 
 

@@ -26,6 +26,7 @@ from tests.checkpoint.writers import (
     SHARDS,
     WRITERS,
     exit_code,
+    newest_of,
     save_file,
 )
 from tests.faulty_files import FaultyFiles, PowerLoss, fail_with, kill_after, kill_before, lose, write_short
@@ -117,7 +118,7 @@ def is_sound(path):
 
 
 @pytest.mark.parametrize("how", [*LOSSES, pytest.param("kill before", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("action", ["newest", "set_aside", "remove_all"])
+@pytest.mark.parametrize("action", ["load_newest", "set_aside", "remove_all"])
 def test_interrupted_at_a_step_of_searching_setting_aside_or_removing(action, how, tmp_path):
     """No file is lost before its time, and the newest sound one or none is found, never only damaged ones: an error."""
     root, run = tmp_path / "root", tmp_path / "root" / "run"
@@ -128,17 +129,17 @@ def test_interrupted_at_a_step_of_searching_setting_aside_or_removing(action, ho
             path.write_bytes(path.read_bytes()[:-1])
         if number == 4:
             path.rename(f"{path}.damaged")
-    if action != "newest":
-        damaged.newest()
+    if action != "load_newest":
+        newest_of(damaged)
     name = "autosave-00000003-epoch=0-batch=3.ckpt"
     arguments = ["label"] if action == "set_aside" else []
     for at in attempts(root):
         ended = is_done(lambda: getattr(damaged, action)(*arguments), how, root, at)
         if action != "remove_all":
             assert {path.name[:17] for path in run.rglob("autosave-*")} == {f"autosave-{n:08d}" for n in range(1, 6)}
-        found = damaged.newest()
+        found = newest_of(damaged)
         assert found in (damaged.store.path(name), None)
-        if action == "newest":
+        if action == "load_newest":
             assert found is not None
         elif ended:
             assert found is None or (action == "remove_all" and how == "synced")
@@ -147,7 +148,7 @@ def test_interrupted_at_a_step_of_searching_setting_aside_or_removing(action, ho
             assert any(is_sound(path) for path in run.rglob(name))
         elif action == "remove_all":
             damaged.remove_all()
-        assert action == "newest" or damaged.newest() is None
+        assert action == "load_newest" or newest_of(damaged) is None
         if ended:
             break
 

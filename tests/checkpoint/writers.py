@@ -49,6 +49,12 @@ def save_file(series: AutosaveSeries, number: int, **more: Any) -> str:
     return series.save({**content(number), **more}, epoch=0, batch=number, global_step=number)
 
 
+def newest_of(series: AutosaveSeries) -> str | None:
+    """Return the newest autosave that verifies and loads."""
+    found = series.load_newest()
+    return None if found is None else found[0]
+
+
 def write_manifest(directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None) -> None:
     """Commit a directory with the files that are in it."""
     check_metadata(metadata or {})
@@ -96,7 +102,7 @@ class Writer:
 
     name: str
     save: Callable[[Path, int], Any]
-    newest: Callable[[Path], Path | str | None] = lambda directory: AutosaveSeries(directory).newest()
+    newest: Callable[[Path], Path | str | None] = lambda directory: newest_of(AutosaveSeries(directory))
     load: Callable[[Any], dict[str, Any]] = load_file
     removes_leftovers: bool = True
     cleans_up: bool = True

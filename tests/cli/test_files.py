@@ -65,7 +65,7 @@ def damaged(directory: Path) -> None:
     """Flip a byte of the newest autosave, cut the one before it, and let the series set aside a third."""
     paths = save_series(directory / "run" / "fit-1", 5)
     change_a_weight(paths[4])
-    AutosaveSeries(directory / "run" / "fit-1").newest()
+    AutosaveSeries(directory / "run" / "fit-1").load_newest()
     change_a_weight(paths[3])
     os.truncate(paths[2], os.path.getsize(paths[2]) // 2)
 
