@@ -98,15 +98,9 @@ class Record:
         return self.num_bytes >= MAX_32_BIT
 
 
-def capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def capped(counts: tuple[int, int, int, int]) -> tuple[int, ...]:
     """Return numbers of records, twice, the length of the directory, and its place, as the short end states them."""
-    num_here, num_records, num_bytes, offset = counts
-    return (
-        min(num_here, _MAX_16_BIT),
-        min(num_records, _MAX_16_BIT),
-        min(num_bytes, MAX_32_BIT),
-        min(offset, MAX_32_BIT),
-    )
+    return tuple(map(min, counts, (_MAX_16_BIT, _MAX_16_BIT, MAX_32_BIT, MAX_32_BIT)))
 
 
 def end_of(records: Sequence[Record]) -> bytes:

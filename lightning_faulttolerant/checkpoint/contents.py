@@ -223,11 +223,24 @@ def describe_owner(manifest: Manifest) -> str:
     return f"process {owner.get('process_id')} on {owner.get('hostname')}"
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one.
+
+    Args:
+        path: The directory; links in it are not followed.
+
+    Raises:
+        OSError: If a directory can't be listed.
+    """
+
     def fail(error: OSError) -> None:
         raise error
 
-    for folder, folders, names in os.walk(root, onerror=fail):
+    return os.walk(path, topdown=False, onerror=fail)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, folders, names in walk(root):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for name in names + links:
             path = Path(folder, name)

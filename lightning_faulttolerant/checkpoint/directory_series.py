@@ -21,7 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import final
 
-from lightning_faulttolerant.checkpoint.contents import verify_directory
+from lightning_faulttolerant.checkpoint.contents import verify_directory, walk
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -79,22 +79,6 @@ def _has_files(path: Path) -> bool:
         return any(names for _, _, names in walk(path))
     except FileNotFoundError:  # its writer is deleting it
         return False
-
-
-def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one.
-
-    Args:
-        path: The directory; links in it are not followed.
-
-    Raises:
-        OSError: If a directory can't be listed.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    return os.walk(path, topdown=False, onerror=fail)
 
 
 def has_all_files(path: Path) -> bool:

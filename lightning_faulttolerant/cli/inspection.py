@@ -140,8 +140,7 @@ def _product(shape: Sequence[int]) -> int:
 
 
 def _size(summary: Summary, value: object) -> dict[str, int]:
-    size = summary.size_of(value)
-    return {"num_bytes": size.num_bytes, "num_tensors": size.num_tensors, "num_values": size.num_values}
+    return asdict(summary.size_of(value))
 
 
 _MAX_DEPTH = 24

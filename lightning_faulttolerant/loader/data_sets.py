@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
 
 _DEPTH = 3
-_MAX_ITEMS = 100
+_MAX_ITEMS = 1_000
 
 MOSAIC, LITDATA = "MosaicML Streaming", "LitData"
 _DATA_SETS = {
@@ -79,13 +79,14 @@ def why_not_followed(loader: Any) -> str | None:
 def _library_held(dataset: object, depth: int) -> str | None:
     if not depth or not isinstance(dataset, IterableDataset):
         return None
-    held = [child for value in list(vars(dataset).values()) for child in _items(value)]
-    found = (library_of(child) or _library_held(child, depth - 1) for child in held)
+    found = (library_of(child) or _library_held(child, depth - 1) for child in _held_by(dataset))
     return next((library for library in found if library is not None), None)
 
 
-def _items(value: object) -> list[object]:
-    return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else [value]
+def _held_by(dataset: object) -> Iterator[object]:
+    """Yield the attributes of a data set, and the items of those that are lists."""
+    for value in list(vars(dataset).values()):
+        yield from value[:_MAX_ITEMS] if isinstance(value, (list, tuple)) else (value,)
 
 
 class ForeignEpochs:
@@ -242,12 +243,7 @@ def streams_of(dataset: object, depth: int = _DEPTH) -> list[StreamingDataset]:
         return [dataset]
     if not depth or not isinstance(dataset, Dataset):
         return []
-    held = (child for value in list(vars(dataset).values()) for child in _parts_of(value))
-    return [stream for child in held for stream in streams_of(child, depth - 1)]
-
-
-def _parts_of(value: object) -> Iterator[object]:
-    yield from value if isinstance(value, (list, tuple)) else (value,)
+    return [stream for child in _held_by(dataset) for stream in streams_of(child, depth - 1)]
 
 
 class StreamedEpochs:

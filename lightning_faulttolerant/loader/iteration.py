@@ -178,11 +178,8 @@ class CountedBatches(Iterator[object]):
             before_first()
         if self._num_unheard:
             return self._next()
-        batch, iteration = next(self._batches), self._iteration
-        if iteration.dataset is None:
-            iteration.num_out += 1
-        else:
-            iteration.count()
+        batch = next(self._batches)
+        self._iteration.count()
         return batch
 
     def _next(self) -> object:

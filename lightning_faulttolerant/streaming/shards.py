@@ -370,11 +370,11 @@ class Shards:
             (last_use, stream, number)
             for stream, cache in enumerate(self.caches)
             if cache.has_remote
-            for number, last_use in cache.contents().last_uses.items()
+            for number, last_use in cache.kept.contents().last_uses.items()
             if not cache.is_held(number)
         ]
         for last_use, stream, number in sorted(uses):
-            if self.caches[stream].evict(number, last_use):
+            if self.caches[stream].kept.evict(number, last_use):
                 with self._lock:
                     self._readers.pop(int(self._first_of_stream[stream]) + number, None)
                 return
@@ -382,7 +382,8 @@ class Shards:
 
     def num_cached_bytes(self) -> int:
         """Return the size of all files in the directories of the streams."""
-        return sum(cache.contents().num_bytes for cache in {cache.directory: cache for cache in self.caches}.values())
+        kept = {cache.directory: cache.kept for cache in self.caches}
+        return sum(shards.contents().num_bytes for shards in kept.values())
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample."""

@@ -14,7 +14,7 @@ from lightning_faulttolerant.errors import DamagedShardError, MissingShardError,
 from lightning_faulttolerant.streaming.cache.checksums import hash_fault, size_fault
 from lightning_faulttolerant.streaming.cache.directory import ProcessLock, locked, temporary_for
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
-from lightning_faulttolerant.streaming.cache.shard_files import CacheContents, CacheLimit, KeptShards, publish
+from lightning_faulttolerant.streaming.cache.shard_files import CacheLimit, KeptShards, publish
 from lightning_faulttolerant.streaming.format.codecs import decompress_file
 from lightning_faulttolerant.streaming.format.index import ShardFile, ShardInfo, is_known_hash
 
@@ -66,7 +66,7 @@ class ShardCache:
         self._attempts, self._remote = attempts, remote
         self._keep_zip = self._remote is None or (self._remote.is_local if keep_zip is None else keep_zip)
         self._validate_hash = validate_hash
-        self._kept = KeptShards(
+        self.kept = KeptShards(
             self.directory,
             shards,
             index_digest=index_digest,
@@ -103,10 +103,10 @@ class ShardCache:
     def is_here(self, shard: int) -> bool:
         """Return whether a shard can be read without a fetch. It is checked the first time in a process."""
         if shard in self._sound:
-            if self._kept.is_there(shard):
+            if self.kept.is_there(shard):
                 return True
             self._sound.discard(shard)  # evicted
-        if self._kept.fault(shard) is not None:
+        if self.kept.fault(shard) is not None:
             return False
         self._sound.add(shard)
         return True
@@ -131,7 +131,7 @@ class ShardCache:
             self._get(shard, is_sealed=is_sealed)
             self._sound.add(shard)
         elif self.limit is not None:
-            self._kept.touch(shard)
+            self.kept.touch(shard)
         return self.directory
 
     def seal(self, shard: int, *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
@@ -144,7 +144,7 @@ class ShardCache:
         Returns:
             False if the checksum is not wanted now and still missing.
         """
-        return self._remote is None or self._kept.seal(shard, is_wanted=is_wanted)
+        return self._remote is None or self.kept.seal(shard, is_wanted=is_wanted)
 
     def open(self, shard: int, opener: Callable[[str], Opened]) -> Opened:
         """Return the opener's result for a shard. If the shard is evicted before it is opened, it is fetched again.
@@ -169,7 +169,7 @@ class ShardCache:
                 if self._remote is None or was_damaged:
                     raise
                 was_damaged = True
-                self._kept.remove(shard)
+                self.kept.remove(shard)
         raise ShardError(
             f"{self._name(shard)} was removed from {self.directory} {_NUM_OPENINGS} times before it could be opened. "
             "Other processes evict shards that this one needs. Pass a larger cache_limit."
@@ -194,14 +194,6 @@ class ShardCache:
         info = self.shards[shard]
         return sum(file.num_bytes for file in (*info.files, *info.zip_files))
 
-    def contents(self) -> CacheContents:
-        """Scan the directory."""
-        return self._kept.contents()
-
-    def evict(self, shard: int, last_use: int) -> int:
-        """Remove a fetched shard if it was not used since ``last_use``. Return the number of bytes freed."""
-        return self._kept.evict(shard, last_use)
-
     def discard(self, shard: int) -> None:
         """Remove a shard immediately, even if it was used recently; it can be fetched again.
 
@@ -214,15 +206,15 @@ class ShardCache:
                 "again, and this may be the only copy. Delete its files yourself if you don't need them."
             )
         self._sound.discard(shard)
-        self._kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
+        self.kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
 
     def is_being_fetched(self, shard: int) -> bool:
         """Return whether another process is fetching a shard."""
-        return self._remote is not None and self._kept.is_being_fetched(shard)
+        return self._remote is not None and self.kept.is_being_fetched(shard)
 
     def _get(self, shard: int, *, is_sealed: bool) -> None:
         if self._remote is None and not self._can_be_decompressed(shard):
-            fault = self._kept.fault(shard) or "it has just been removed"
+            fault = self.kept.fault(shard) or "it has just been removed"
             error = MissingShardError if "it does not exist" in fault else DamagedShardError
             raise error(
                 f"{self._name(shard)} can't be read from {self.directory}: {fault}. It can't be fetched, because no "
@@ -231,11 +223,11 @@ class ShardCache:
         try:
             self._prepare()
             # The holder of the lock gives up before that, or it is suspended: then this process fetches the shard, too.
-            with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
-                if self._kept.fault(shard) is None:
+            with locked(self.kept.lock_path(shard), self._attempts.longest_seconds) as lock:
+                if self.kept.fault(shard) is None:
                     return
                 if self.limit is not None:
-                    self._kept.remove(shard)  # the existing files are not a valid copy, but take room
+                    self.kept.remove(shard)  # the existing files are not a valid copy, but take room
                     self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
                 self._attempts.run(functools.partial(self._bring, shard, is_sealed=is_sealed))
         except FailedError as failed:
@@ -268,24 +260,24 @@ class ShardCache:
 
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
-            self._kept.prepare()
+            self.kept.prepare()
             self._swept_by = os.getpid()
 
     def _can_be_decompressed(self, shard: int) -> bool:
         zip_files = self.shards[shard].zip_files
-        return bool(zip_files) and all(os.path.exists(self._kept.path(file)) for file in zip_files)
+        return bool(zip_files) and all(os.path.exists(self.kept.path(file)) for file in zip_files)
 
     def _bring(self, shard: int, *, is_sealed: bool) -> None:
         info, version = self.shards[shard], self._version(shard) or ""
         with contextlib.ExitStack() as stack:
             temporaries = []
             for number, file in enumerate(info.files):
-                path = self._kept.path(file)
+                path = self.kept.path(file)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 temporaries.append(stack.enter_context(temporary_for(path)))
                 zip_file = info.zip_files[number] if info.zip_files else None
                 self._bring_file(shard, file, zip_file, temporaries[-1])
-            self._kept.publish(shard, temporaries, version=version, is_sealed=is_sealed)
+            self.kept.publish(shard, temporaries, version=version, is_sealed=is_sealed)
 
     def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None, target: str) -> None:
         if zip_file is None:
@@ -296,7 +288,7 @@ class ShardCache:
 
     def _unpack(self, shard: int, file: ShardFile, zip_file: ShardFile, target: str) -> None:
         algorithm = self.shards[shard].compression or ""
-        path = self._kept.path(zip_file)
+        path = self.kept.path(zip_file)
         if self._remote is None or self._is_kept(shard, zip_file):
             try:
                 self._check(path, zip_file)
@@ -314,7 +306,7 @@ class ShardCache:
                 publish(temporary, path)
 
     def _is_kept(self, shard: int, zip_file: ShardFile) -> bool:
-        return self._kept.is_current(shard) and size_fault(self._kept.path(zip_file), zip_file.num_bytes) is None
+        return self.kept.is_current(shard) and size_fault(self.kept.path(zip_file), zip_file.num_bytes) is None
 
     def _download(self, file: ShardFile, target: str) -> None:
         assert self._remote is not None
@@ -331,7 +323,7 @@ class ShardCache:
     def _error(self, shard: int, failed: FailedError) -> ShardError:
         cause, info = failed.__cause__, self.shards[shard]
         file = (info.zip_files or info.files)[0]
-        address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
+        address = self._remote.address(file.basename) if self._remote else self.kept.path(file)
         reason = self._remote.without_secrets(str(failed)) if self._remote else str(failed)
         what = f"{self._name(shard)} can't be fetched from {address}: {reason}."
         if isinstance(cause, FileNotFoundError):

@@ -437,7 +437,7 @@ class CacheLimit:
         used, held, announced, candidates = 0, 0, 0, []
         caches = list(self._caches.values())
         for number, cache in enumerate(caches):
-            contents = cache.contents()
+            contents = cache.kept.contents()
             announced += contents.num_announced
             used += contents.num_bytes + contents.num_announced
             for shard, last_use in contents.last_uses.items():
@@ -448,5 +448,5 @@ class CacheLimit:
         for last_use, number, shard in sorted(candidates):
             if used + num_bytes <= self.num_bytes:
                 break
-            used -= caches[number].evict(shard, last_use)
+            used -= caches[number].kept.evict(shard, last_use)
         return _Room(used, held, announced)
