@@ -17,12 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-    EarlyStopping,
-    ModelCheckpoint,
-    RichProgressBar,
-)
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from syrupy.assertion import SnapshotAssertion

@@ -22,18 +22,7 @@ from lightning_faulttolerant.loader.exactness import Exactness, why_not_exact
 from lightning_faulttolerant.loader.replayer import Replayer
 from tests.laws.data_sets import SizedStream
 from tests.loader.loops import follow, resumable_loop, seed, small
-from tests.loader.made import (
-    Counts,
-    Drawing,
-    Eager,
-    Echo,
-    EndsAlike,
-    Equipped,
-    Negative,
-    Rude,
-    Stateful,
-    Swelling,
-)
+from tests.loader.made import Counts, Drawing, Eager, Echo, EndsAlike, Equipped, Negative, Rude, Stateful, Swelling
 from tests.state.objects.round_trips import through_a_file
 
 

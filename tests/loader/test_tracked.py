@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    RandomSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.state.rng import rng_state
 from tests.loader.loops import follow, resumable_loop, seed
-from tests.loader.made import (
-    Drawing,
-    Echo,
-    Failing,
-    Negative,
-    generator,
-)
+from tests.loader.made import Drawing, Echo, Failing, Negative, generator
 from tests.state.objects.round_trips import through_a_file
 
 

@@ -8,14 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from lightning_faulttolerant.records.history import (
-    SECTIONS,
-    Chapter,
-    RunPlace,
-    SlowRank,
-    slow_ranks,
-    summed_times,
-)
+from lightning_faulttolerant.records.history import SECTIONS, Chapter, RunPlace, SlowRank, slow_ranks, summed_times
 from lightning_faulttolerant.records.history_parser import Failures, best_interval, failures_of, history_of
 from tests.records.made import Story
 

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.storage.store import open_store
-from lightning_faulttolerant.supervision import (
-    heartbeats as heartbeats_module,
-    watch as watcher_module,
-)
+from lightning_faulttolerant.supervision import heartbeats as heartbeats_module, watch as watcher_module
 from lightning_faulttolerant.supervision.heartbeats import (
     END_OF_EPOCH,
     EVALUATION_BATCH,

@@ -11,12 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.laws.data_sets import (
-    CountingDataset,
-    HoldingDataset,
-    NoisyDataset,
-    StatefulStream,
-)
+from tests.laws.data_sets import CountingDataset, HoldingDataset, NoisyDataset, StatefulStream
 from tests.laws.rows import add, rows_of
 
 # torchdata 0.11 calls a function that torch 2.13 has deprecated.

@@ -22,15 +22,7 @@ from lightning_faulttolerant import (
     StreamingDataset,
 )
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
-from tests.laws.data_sets import (
-    NoisyCollate,
-    NoisyDataset,
-    SizedStream,
-    StatefulStream,
-    Stream,
-    UnevenStream,
-    noise,
-)
+from tests.laws.data_sets import NoisyCollate, NoisyDataset, SizedStream, StatefulStream, Stream, UnevenStream, noise
 from tests.laws.rows import add, row
 
 
