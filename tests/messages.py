@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 _NAMES = (
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d| UTC)?", "TIME"),
@@ -24,6 +27,13 @@ _NAMES = (
     (r"\x1b\[[0-9;]*[A-Za-z]", ""),
     (r"pandas\.core\.frame\.", "pandas."),  # before pandas 3, which needs Python 3.11
 )
+
+
+def error_of(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], object]) -> str:
+    """Return the text of the error of this kind that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
 
 
 def plain(text: str, **paths: Path | str) -> str:

@@ -1,14 +1,17 @@
-"""Runs a function as a separate script: in a forked process, with arguments, with Python's cleanup at exit."""
+"""Functions in forked processes: as a separate script, with Python's cleanup at exit, or without any cleanup."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +93,17 @@ class Child:
                 main()
                 code = 0
             finally:
+                if code:
+                    traceback.print_exc()
                 os._exit(code)
         self._is_over = False
+
+    def __enter__(self) -> Child:
+        """End the process with the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def wait(self) -> int:
         """Return the exit code once the process has ended."""
@@ -107,8 +119,21 @@ class Child:
 
 
 def in_child(main: Callable[[], Any]) -> int:
-    """Run `main` in a forked process that ends without any cleanup; return its exit code."""
+    """Run `main` in a forked process that ends without any cleanup; return its exit code, or minus its signal."""
     return Child(main).wait()
+
+
+def run_all(mains: Iterable[Callable[[], Any]]) -> list[int]:
+    """Run functions in forked processes at the same time and return their exit codes."""
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(main)) for main in mains]
+        return [child.wait() for child in children]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds; pytest's time-out ends a wait that never does."""
+    while not condition():
+        time.sleep(0.002)
 
 
 def dead_process_id() -> int:

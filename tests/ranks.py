@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.processes import Child
+from tests.processes import run_all
 
 TIMEOUT = timedelta(seconds=20)
 """How long a collective of the default group waits."""
@@ -21,13 +21,7 @@ TIMEOUT = timedelta(seconds=20)
 def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) -> list[Any]:
     """Run `main` on forked ranks; return each one's result, the text of its error, or that it is dead."""
     tmp_path.mkdir(parents=True, exist_ok=True)
-    ranks = [Child(functools.partial(_run_rank, main, rank, tmp_path, num_ranks)) for rank in range(num_ranks)]
-    try:
-        for rank in ranks:
-            rank.wait()
-    finally:
-        for rank in ranks:
-            rank.kill()
+    run_all(functools.partial(_run_rank, main, rank, tmp_path, num_ranks) for rank in range(num_ranks))
     answers = [tmp_path / f"answer-{rank}.json" for rank in range(num_ranks)]
     return [json.loads(answer.read_text()) if answer.exists() else "dead" for answer in answers]
 

@@ -17,9 +17,8 @@ from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.processes import this_machine
 from tests.faulty_files import FaultyFiles, fail_with
-from tests.messages import plain
+from tests.messages import error_of, plain
 from tests.processes import dead_process_id
-from tests.storage.stores import error_of
 
 LINK = "AtomicDirectory.latest_checkpoint"
 

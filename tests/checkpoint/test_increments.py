@@ -19,7 +19,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file, verify_path
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from tests.faulty_files import PowerLoss
-from tests.storage.stores import error_of
+from tests.messages import error_of
 
 NUM_VALUES = 2000
 

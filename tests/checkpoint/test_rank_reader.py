@@ -11,7 +11,7 @@ from lightning_faulttolerant.checkpoint.schema import KEY
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.state.packing import pack_blobs, unpack_blobs
 from lightning_faulttolerant.trainer.position import TrainerPosition
-from tests.storage.stores import error_of
+from tests.messages import error_of
 
 NUM_RANKS = 5
 

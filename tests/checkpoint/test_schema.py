@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lightning_faulttolerant.checkpoint.schema import KEY, VERSION, part_in
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.trainer.position import TrainerPosition
+from tests.messages import error_of
 
 WHOLE = {
     "version": VERSION,
@@ -38,9 +37,8 @@ DAMAGED = {
 
 def test_damage_is_named(snapshot):
     """The error says where in the part it is, also in nested dicts."""
-    said = {}
-    for name, part in DAMAGED.items():
-        with pytest.raises(DamagedCheckpointError) as caught:
-            part_in({KEY: part}, "a.ckpt")
-        said[name] = str(caught.value)
+    said = {
+        name: error_of(DamagedCheckpointError, lambda part=part: part_in({KEY: part}, "a.ckpt"))
+        for name, part in DAMAGED.items()
+    }
     assert said == snapshot

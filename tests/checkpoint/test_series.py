@@ -22,8 +22,9 @@ from lightning_faulttolerant.errors import (
 )
 from lightning_faulttolerant.storage.store import is_url, open_store
 from tests.checkpoint.writers import SHARD, begin_objects, newest_of, save_objects
+from tests.messages import error_of
 from tests.processes import dead_process_id
-from tests.storage.stores import damaging, error_of, read, requests_to_s3, write
+from tests.storage.stores import damaging, read, requests_to_s3, write
 
 HOST = os.uname().nodename
 

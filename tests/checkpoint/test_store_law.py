@@ -6,6 +6,7 @@ The fast tests take some of the steps, the slow ones all.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import signal
@@ -16,20 +17,20 @@ import pytest
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
+from lightning_faulttolerant.processes import is_running
 from tests.checkpoint.writers import (
     DIRECTORY,
     FILE_WRITERS,
-    FORK,
     INCREMENTAL,
     ONE_PATH,
     SERIES,
     SHARDS,
     WRITERS,
-    exit_code,
     newest_of,
     save_file,
 )
 from tests.faulty_files import FaultyFiles, PowerLoss, fail_with, kill_after, kill_before, lose, write_short
+from tests.processes import Child, in_child
 
 KILLS = {"kill before": kill_before, "kill after": kill_after}
 LOSSES = ["synced", "names", "removals"]
@@ -65,7 +66,7 @@ def is_done(action, how, root, at):
         with FaultyFiles(root, KILLS[how], at=at):
             action()
 
-    code = exit_code(main)
+    code = in_child(main)
     assert code in (0, -signal.SIGKILL)
     return code == 0
 
@@ -236,17 +237,15 @@ def test_a_save_does_not_disturb_the_one_of_a_living_process(writer, kind, tmp_p
         with FaultyFiles(tmp_path, stop, kind=kind, at=1):
             writer.save(tmp_path, 2)
 
-    process = FORK.Process(target=stopped)
-    process.start()
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    left = leftovers(tmp_path)
-    assert len(left) == 1
-    for number in (3, 4):
-        writer.save(tmp_path, number)
-        assert (writer.number(tmp_path), leftovers(tmp_path)) == (number, left)
-    os.kill(process.pid, signal.SIGCONT)
-    process.join()
-    assert process.exitcode == 0
+    with Child(stopped) as process:
+        os.waitid(os.P_PID, process.process_id, os.WSTOPPED | os.WNOWAIT)
+        left = leftovers(tmp_path)
+        assert len(left) == 1
+        for number in (3, 4):
+            writer.save(tmp_path, number)
+            assert (writer.number(tmp_path), leftovers(tmp_path)) == (number, left)
+        os.kill(process.process_id, signal.SIGCONT)
+        assert process.wait() == 0
     assert writer.number(tmp_path) in (2, 4)
     assert leftovers(tmp_path) == []
 
@@ -261,12 +260,10 @@ def test_two_writers_lose_nothing_and_a_reader_meets_no_half_file(tmp_path, incr
         for number in range(first, first + 15):
             save_file(series, number)
 
-    processes = [FORK.Process(target=fill, args=(first,)) for first in (100, 200)]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes):
+    processes = [Child(functools.partial(fill, first)) for first in (100, 200)]
+    while any(is_running(process.process_id) for process in processes):
         assert SERIES.number(tmp_path) > 0
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [process.wait() for process in processes] == [0, 0]
     found = {SERIES.load(path)["number"] for path in AutosaveSeries(tmp_path).paths()}
     assert found == {1, *range(100, 115), *range(200, 215)}
 
@@ -274,10 +271,9 @@ def test_two_writers_lose_nothing_and_a_reader_meets_no_half_file(tmp_path, incr
 def test_a_reader_beside_a_writer_of_directories_finds_a_whole_one_each_time(tmp_path):
     """While another process saves and deletes without a pause, a reader finds a checkpoint and damages nothing."""
     DIRECTORY.save(tmp_path, 1)
-    process = FORK.Process(target=lambda: [DIRECTORY.save(tmp_path, number) for number in range(2, 22)])
-    process.start()
+    process = Child(lambda: [DIRECTORY.save(tmp_path, number) for number in range(2, 22)])
     numbers = []
-    while process.is_alive() or not numbers:
+    while is_running(process.process_id) or not numbers:
         latest = DIRECTORY.newest(tmp_path)
         assert latest is not None
         try:
@@ -285,6 +281,6 @@ def test_a_reader_beside_a_writer_of_directories_finds_a_whole_one_each_time(tmp
         except FileNotFoundError:  # deleted since
             continue
     assert numbers == sorted(numbers)
-    assert process.exitcode == 0
+    assert process.wait() == 0
     assert not any("damaged" in name for name in os.listdir(tmp_path))
     assert DIRECTORY.number(tmp_path) == 21

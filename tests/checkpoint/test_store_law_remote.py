@@ -18,9 +18,10 @@ from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file
-from tests.checkpoint.writers import SHARD, content, exit_code, load_objects, save_file, save_objects
+from tests.checkpoint.writers import SHARD, content, load_objects, save_file, save_objects
 from tests.emulators import WARNING
 from tests.faulty_files import FaultyURLs, fail_with, lose, write_short
+from tests.processes import in_child
 from tests.s3 import client
 
 
@@ -133,7 +134,7 @@ def test_killed_before_a_request_that_changes_the_store(request, s3_endpoint, sm
         save(AutosaveSeries(url), last)
     committed, num_orphans = [], 0
     for at in range(1, 100, every):
-        code = exit_code(functools.partial(_save_and_be_killed, url, last + 1, save, at))
+        code = in_child(functools.partial(_save_and_be_killed, url, last + 1, save, at))
         assert code in (0, -signal.SIGKILL)
         series = AutosaveSeries(url)
         if store == "s3":

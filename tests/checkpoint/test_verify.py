@@ -23,8 +23,7 @@ from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, v
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.checkpoint.writers import write_manifest
 from tests.damage import Payload, bytes_of
-from tests.messages import plain
-from tests.storage.stores import error_of
+from tests.messages import error_of, plain
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}
 LARGE = 100_000

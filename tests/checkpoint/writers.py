@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import zlib
 from collections.abc import Callable
@@ -24,19 +23,9 @@ from lightning_faulttolerant.checkpoint.verify import load_file, load_path
 from lightning_faulttolerant.storage.local import make_directory
 from lightning_faulttolerant.storage.store import is_url, open_store
 
-FORK = multiprocessing.get_context("fork")
 SHARD = "__0_0.distcp"
 NUM_WEIGHTS = 40_000
 """Enough for several writes: Python's buffers hold 4 to 128 KiB."""
-
-
-def exit_code(main: Callable[[], Any]) -> int:
-    """Run a function in a forked process and return its exit code; negative for a signal that killed it."""
-    process = FORK.Process(target=main)
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
 
 
 def content(number: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tests.laws.features.starts import ChangesOnLoad, SetsOptimizer, SetsOthers,
 from tests.laws.rows import Net, Rows
 from tests.laws.starts import Script, Start, one, slow_half, told, trained, whole
 from tests.messages import plain
+from tests.processes import wait_for
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -279,13 +280,7 @@ class Waits(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             Path("started").touch()
-            wait_until(Path("go").exists)
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    """Wait until a condition holds; the test's own limit is the only one."""
-    while not happened():
-        time.sleep(0.01)
+            wait_for(Path("go").exists)
 
 
 def call(*arguments: str) -> Start:
@@ -300,7 +295,7 @@ def test_run_in_use(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A second start waits, then refuses; elsewhere or with other arguments it trains beside; nothing is discarded."""
     script = Script(tmp_path)
     with script.running(WAITING) as first:
-        wait_until((tmp_path / "started").exists)
+        wait_for((tmp_path / "started").exists)
         [name] = [path.name for path in tmp_path.glob("1/fault_tolerance/*")]
         short = {"grace_seconds": 0.2}
         starts = [one(root="1", options=short), one(root="2", options=short), one(root="1", argv=("--lr", "2"))]
@@ -314,9 +309,9 @@ def test_start_that_waits_continues(tmp_path: Path) -> None:
     """A second start waits until the first one, which gets a signal, has ended; then it continues it, anywhere."""
     script = Script(tmp_path)
     with script.running(WAITING) as first:
-        wait_until((tmp_path / "started").exists)
+        wait_for((tmp_path / "started").exists)
         with script.running(one(root="2", options={"grace_seconds": 600.0})) as second:
-            wait_until(lambda: "Waiting up to 600 s for it to end" in script.output())
+            wait_for(lambda: "Waiting up to 600 s for it to end" in script.output())
             os.kill(first, TERM)
             (tmp_path / "go").touch()
             assert (script.wait(first), script.wait(second)) == (143, 0), script.output()

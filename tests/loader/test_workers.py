@@ -28,6 +28,7 @@ from lightning_faulttolerant.processes import is_running
 from lightning_faulttolerant.testing.processes import fork_and_run
 from tests.loader.loops import follow, listed, seed
 from tests.loader.made import Drawing
+from tests.processes import wait_for
 
 
 class Telling(Dataset[Any]):
@@ -91,11 +92,6 @@ class Stuck(Dataset[Any]):
             pass
         return sum(range(10**13))  # a loop in C that runs no Python handler
 
-    def wait_until_stuck(self) -> None:
-        """Return once both workers are."""
-        while not self.begun.all():
-            time.sleep(0.005)
-
 
 @pytest.mark.parametrize(("how", "timeout"), [("sleep", 600), ("busy loop", 600), ("loop in C", 0.5)])
 def test_stuck_workers_are_ended(how: str, timeout: float) -> None:
@@ -103,7 +99,7 @@ def test_stuck_workers_are_ended(how: str, timeout: float) -> None:
     dataset = Stuck(how)
     tracker, tracked = follow(DataLoader(dataset, num_workers=2))
     iterator = iter(tracked)
-    dataset.wait_until_stuck()
+    wait_for(dataset.begun.all)
     heard: list[int] = []
 
     def handler(signum: int, frame: object) -> None:
@@ -117,8 +113,7 @@ def test_stuck_workers_are_ended(how: str, timeout: float) -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert heard == [] or how == "loop in C"  # if the machine is so slow that they have not ended in time
-    while multiprocessing.active_children():
-        time.sleep(0.01)
+    wait_for(lambda: not multiprocessing.active_children())
     del iterator
 
 
@@ -199,8 +194,7 @@ def test_workers_end_if_their_parent_is_killed_while_they_start(
 
     def init(worker: int) -> None:
         (tmp_path / f"worker-{os.getpid()}").touch()
-        while not is_dead.exists():
-            time.sleep(0.01)
+        wait_for(is_dead.exists)
 
     def train() -> None:
         loader = kind(list(range(100)), num_workers=2, worker_init_fn=init)  # type: ignore[arg-type]
@@ -212,13 +206,12 @@ def test_workers_end_if_their_parent_is_killed_while_they_start(
 
     is_dead = tmp_path / "dead"
     process_id = fork_and_run(train, output=tmp_path / "output", seed=1)
-    while len(found := list(tmp_path.glob("worker-*"))) < 2:
-        time.sleep(0.01)
+    wait_for(lambda: len([*tmp_path.glob("worker-*")]) == 2)
     os.kill(process_id, signal.SIGKILL)
     os.waitpid(process_id, 0)
     if kind is DataLoader or in_thread:  # else the kernel ends them, whatever they do
         is_dead.touch()
-    workers = [int(path.name.partition("-")[2]) for path in found]
+    workers = [int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")]
     deadline = time.monotonic() + (1 if kind is DataLoader else 600)
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)

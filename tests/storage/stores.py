@@ -28,13 +28,6 @@ def read(path: str) -> bytes:
         return file.read()
 
 
-def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
-    """Return the text of the error of this kind that a call raises."""
-    with pytest.raises(kind) as caught:
-        call()
-    return str(caught.value)
-
-
 @contextlib.contextmanager
 def requests_to_s3(
     monkeypatch: pytest.MonkeyPatch,

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +22,10 @@ from lightning_faulttolerant.processes import this_machine
 from lightning_faulttolerant.storage.lock import LOCK_NAME, RunLease, RunLock, open_lock
 from lightning_faulttolerant.storage.remote import RemoteStore
 from lightning_faulttolerant.storage.store import open_store
-from tests.checkpoint.writers import FORK, exit_code
 from tests.faulty_files import FaultyFiles, fail_with
-from tests.processes import dead_process_id
-from tests.storage.stores import error_of, requests_to_s3
+from tests.messages import error_of
+from tests.processes import Child, dead_process_id, in_child, run_all, wait_for
+from tests.storage.stores import requests_to_s3
 
 LEASE_SECONDS = 0.6
 EVER = 10_000.0
@@ -40,9 +39,9 @@ def is_refused(path):
         try:
             RunLock(Path(path)).acquire()
         except RunInUseError:
-            sys.exit(3)
+            os._exit(3)
 
-    code = exit_code(main)
+    code = in_child(main)
     assert code in (0, 3)
     return code == 3
 
@@ -91,7 +90,7 @@ def test_forked_child_neither_holds_nor_releases(any_url):
         held.__exit__(None, None, None)
 
     with open_lock(any_url) as held:
-        assert exit_code(child) == 0
+        assert in_child(child) == 0
         held.check()
         assert open_store(any_url).names() == [LOCK_NAME]
         assert "://" in any_url or is_refused(any_url)
@@ -112,7 +111,7 @@ def test_links_lead_to_the_same_lock(tmp_path):
     with RunLock(tmp_path), RunLock(tmp_path / "other"):
         error_of(RunInUseError, RunLock(tmp_path / "link").acquire)
         assert is_refused(tmp_path)
-        assert exit_code(write_names) == 0
+        assert in_child(write_names) == 0
     assert not is_refused(tmp_path)
 
 
@@ -127,15 +126,13 @@ def test_lock_of_a_killed_process_is_free(tmp_path):
             os.write(writer, f"{worker}\n".encode())
         signal.pause()
 
-    holder = FORK.Process(target=hold)
-    holder.start()
+    holder = Child(hold)
     with open(reader) as answers:
         worker = int(answers.readline())
     os.close(writer)
     try:
         assert is_refused(tmp_path)
         holder.kill()
-        holder.join()
         assert (tmp_path / LOCK_NAME).exists()
         assert not is_refused(tmp_path)
     finally:
@@ -177,12 +174,7 @@ def test_never_two_inside_while_the_file_is_removed_and_made_again(tmp_path):
             for each in [pool.submit(compete) for _ in range(2)]:
                 each.result()
 
-    processes = [FORK.Process(target=compete_in_threads) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert run_all([compete_in_threads] * 2) == [0, 0]
 
 
 # In a store, it is an object that its holder renews.
@@ -284,8 +276,7 @@ def test_lock_is_renewed_also_after_a_failure(remote_url, monkeypatch, capsys):
 
     monkeypatch.setattr(RemoteStore, "replace", fail_once)
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
-        while holder_of(remote_url)["num_renewals"] < 3:
-            time.sleep(0.02)
+        wait_for(lambda: holder_of(remote_url)["num_renewals"] >= 3)
         held.check()
     assert has_failed.is_set()
     assert random.getstate() == before

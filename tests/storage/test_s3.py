@@ -11,9 +11,10 @@ import pytest
 
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.storage.store import local_copy, open_store
+from tests.messages import error_of
 from tests.processes import run
 from tests.s3 import PAGE, client
-from tests.storage.stores import MIB, damaging, error_of, read, requests_to_s3, write
+from tests.storage.stores import MIB, damaging, read, requests_to_s3, write
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from lightning_faulttolerant.storage.store import (
     open_writer,
     split_path,
 )
-from tests.messages import plain
-from tests.storage.stores import MIB, error_of, read, write
+from tests.messages import error_of, plain
+from tests.storage.stores import MIB, read, write
 
 
 def test_store_lists_renames_and_deletes(any_url):

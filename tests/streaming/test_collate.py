@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.loader import collate
-from tests.streaming.children import child
+from tests.processes import Child
 from tests.streaming.shards import same
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -160,7 +160,7 @@ def test_a_child_reads_its_batch_during_training(directory: Path) -> None:
         ready.wait()
         assert torch.equal(kept[0]["large"], expected)
 
-    with child(look) as process:
+    with Child(look) as process:
         kept.clear()
         for _ in batches:
             pass

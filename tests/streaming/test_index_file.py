@@ -12,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant.errors import IndexFileError
 from lightning_faulttolerant.streaming.format.index import parse_index
+from tests.messages import error_of
 
 SHARD = {
     "version": 2,
@@ -123,11 +124,10 @@ def test_what_is_no_index_is_refused(snapshot: SnapshotAssertion) -> None:
         for value in values:
             changed_to = text(TEXT_SHARD, changed(shard, path.removeprefix("text "), value))
             indexes[f"{path}: {'absent' if value is ... else value}"] = changed_to
-    errors = {}
-    for case, index in indexes.items():
-        with pytest.raises(IndexFileError) as caught:
-            parse_index(index, source="s3://bucket/index.json")
-        errors[case] = str(caught.value)
+    errors = {
+        case: error_of(IndexFileError, lambda index=index: parse_index(index, source="s3://bucket/index.json"))
+        for case, index in indexes.items()
+    }
     assert errors == snapshot
 
 

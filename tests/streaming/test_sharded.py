@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant import StreamingDataset
-from tests.streaming.children import child, wait_for
+from tests.processes import Child, wait_for
 from tests.streaming.remotes import SHARD, data_of, flaky
 from tests.streaming.shards import numbers, shard_paths, write_numbers
 
@@ -75,7 +75,7 @@ def test_a_shard_that_another_process_fetches_is_left_to_it(tmp_path: Path) -> N
     """With `blocking=False`, nothing is waited for, and nothing is fetched twice."""
     with flaky(data_of(), {SHARD: ["hang"]}) as (remote, faults):
         dataset = StreamingDataset(str(tmp_path), remote)
-        with child(lambda: dataset.prepare_shard(1)):
+        with Child(lambda: dataset.prepare_shard(1)):
             wait_for(lambda: any(tmp_path.rglob("*.lock")))
             dataset.prepare_shard(1, blocking=False)
             assert faults.shards == []

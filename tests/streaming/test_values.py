@@ -31,6 +31,7 @@ from lightning_faulttolerant.streaming.format.codecs import (
 from lightning_faulttolerant.streaming.format.index import ENCODINGS, digest, digest_of, encoding_of, is_known_hash
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.foreign import mosaic
+from tests.messages import error_of
 from tests.streaming.shards import opened, read, same, write
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -282,6 +283,4 @@ def test_a_missing_package_is_named_with_its_remedy(
     """The error for a missing optional package names it, its purpose, and how to install it."""
     for package, call in (("zstd", lambda: compress(b"", "zstd:3")), ("xxhash", lambda: digest_of(b"", "xxh64"))):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ImportError) as caught:
-            call()
-        assert str(caught.value) == snapshot
+        assert error_of(ImportError, call) == snapshot

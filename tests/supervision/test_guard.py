@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from lightning_faulttolerant.cli.supervisor import end_left
 from lightning_faulttolerant.processes import is_running
 from lightning_faulttolerant.supervision.guard import Guard, kill_all
 from lightning_faulttolerant.supervision.heartbeats import DIRECTORY_VARIABLE, Heartbeat
+from tests.processes import in_child, wait_for
 
 
 @pytest.fixture
@@ -24,12 +24,6 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def wait_for_end(*process_ids: int, directory: Path | None = None) -> None:
-    """Wait until processes have ended, and until a directory is removed."""
-    while any(map(is_running, process_ids)) or (directory is not None and directory.exists()):
-        time.sleep(0.01)
-
-
 def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory: Path, tmp_path: Path) -> None:
     """A process that nobody has noted yet ends, too, and so does its child in another session without a variable."""
     started = tmp_path / "started"
@@ -38,15 +32,12 @@ def test_processes_of_a_killed_supervisor_end_with_all_their_children(directory:
         Guard(directory)
         words = ["sh", "-c", f"env -i setsid sleep 60 & echo $$ $! > {started}; sleep 60"]
         subprocess.Popen(words, env={**os.environ, DIRECTORY_VARIABLE: str(directory)}, start_new_session=True)
-        while not (started.exists() and started.read_text().endswith("\n")):
-            time.sleep(0.01)
+        wait_for(lambda: started.exists() and started.read_text().endswith("\n"))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    supervisor = os.fork()
-    if not supervisor:
-        supervise()
-    os.waitpid(supervisor, 0)
-    wait_for_end(*map(int, started.read_text().split()), directory=directory)
+    assert in_child(supervise) == -signal.SIGKILL
+    process_ids = [*map(int, started.read_text().split())]
+    wait_for(lambda: not any(map(is_running, process_ids)) and not directory.exists())
 
 
 def test_a_number_that_belongs_to_another_process_is_left_alone(
@@ -76,8 +67,7 @@ def test_what_a_process_has_left_in_its_session_is_ended() -> None:
     with subprocess.Popen(["sh", "-c", words], stdout=subprocess.PIPE, text=True, start_new_session=True) as leader:
         assert leader.stdout is not None
         left, other = (int(leader.stdout.readline()) for _ in range(2))
-    while os.getsid(other) == leader.pid:
-        time.sleep(0.01)
+    wait_for(lambda: os.getsid(other) != leader.pid)
     os.kill(left, signal.SIGSTOP)
     end_left([leader.pid])
     assert [is_running(process_id) for process_id in (left, other)] == [False, True]

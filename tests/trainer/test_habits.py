@@ -25,7 +25,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.processes import fork_and_run
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.laws.data_sets import NoisyDataset
-from tests.processes import Script
+from tests.processes import Script, wait_for
 from tests.runs import fit_net
 
 
@@ -75,8 +75,7 @@ def test_a_stop_prints_no_traceback_of_workers(signum: signal.Signals, to_group:
         fit_net([FaultTolerance(run_id="workers"), Started()], tmp_path, train=loader, max_epochs=100)
 
     script = Script(main)
-    while not (tmp_path / "started").exists():
-        time.sleep(0.01)
+    wait_for((tmp_path / "started").exists)
     (os.killpg if to_group else os.kill)(script.process_id, signum)
     ended = script.wait()
     assert ended.exit_code == 128 + signum, ended.output

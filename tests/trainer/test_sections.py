@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from lightning_faulttolerant.supervision.heartbeats import (
 from lightning_faulttolerant.supervision.watch import SIGNAL
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.rows import Net
+from tests.processes import wait_for
 from tests.runs import fit_net, make_trainer
 
 
@@ -206,5 +206,4 @@ def test_nothing_is_left_after_the_fit(tmp_path: Path, watch: list[Callback]) ->
     fit_net([FaultTolerance(tmp_path / "autosaves"), *watch, Looks()], tmp_path, max_epochs=1)
     assert found[-1] == (len(watch), bool(watch))
     assert not catches_the_signal()
-    while watchers() - before:  # they end by themselves
-        time.sleep(0.05)
+    wait_for(lambda: not watchers() - before)  # they end by themselves

@@ -15,7 +15,7 @@ import pytest
 from lightning_faulttolerant import Stream, StreamingDataset
 from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError
 from lightning_faulttolerant.streaming.cache.directory import LOCK_SUFFIX, MARKS_DIRECTORY
-from tests.streaming.children import child, run_all, wait_for
+from tests.processes import Child, run_all, wait_for
 from tests.streaming.remotes import PER_SHARD, SHARD, assert_tidy, data_of, flaky, here, opened, put, web
 from tests.streaming.shards import numbers
 
@@ -82,7 +82,7 @@ def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
     with flaky(DATA, {"shard.00003.mds": ["hang"]}) as (remote, faults):
         dataset = opened(tmp_path, remote, cache_limit=limit(1.5), download_timeout=0.1, download_retry=0)
         other = opened(tmp_path, remote, cache_limit=limit(1.5), download_timeout=60)
-        with child(lambda: other.prepare_shard(3)) as fetching:
+        with Child(lambda: other.prepare_shard(3)) as fetching:
             wait_for(lambda: lock.exists() and os.stat(lock).st_size > 500)
             with pytest.raises(CacheLimitError, match=r"Of the \d+ that are in use"):
                 dataset.prepare_shard(0)

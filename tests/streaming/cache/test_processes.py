@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.streaming.cache.directory import MARKS_DIRECTORY
-from tests.processes import Child, in_child
-from tests.streaming.children import child, run_all, wait_for
+from tests.processes import Child, in_child, run_all, wait_for
 from tests.streaming.remotes import PER_SHARD, SHARD, assert_tidy, assert_whole, data_of, flaky, opened, put, web
 from tests.streaming.shards import numbers
 
@@ -59,7 +58,7 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path) -> None:
     """A killed process leaves at most files that the next one sweeps, and the next one gets every shard complete."""
     data, num_left = data_of(compression="zstd"), 0
     for seconds in (0, 0.05, 0.1):
-        with child(lambda: fetch_slowly(data, tmp_path)):
+        with Child(lambda: fetch_slowly(data, tmp_path)):
             wait_for(lambda: any(tmp_path.rglob(".*.tmp-*")))
             time.sleep(seconds)
         num_left += sum(1 for _ in tmp_path.rglob(".*.tmp-*"))
@@ -84,10 +83,10 @@ def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) ->
             os.write(writing, Child(lambda: time.sleep(60)).process_id.to_bytes(8, "big"))
             time.sleep(60)
 
-        with child(fetch_beside_a_worker) as first:
+        with Child(fetch_beside_a_worker) as first:
             worker = int.from_bytes(os.read(reading, 8), "big")
             wait_for(lambda: faults.shards)
-            with child(fetch) as second:
+            with Child(fetch) as second:
                 time.sleep(0.1)
                 assert faults.shards == [SHARD]
                 first.kill()
@@ -101,7 +100,7 @@ def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> Non
     """A lock holder that does not move is bypassed once its time must be over."""
     with (
         web(DATA, {SHARD: ["hang"]}) as (remote, faults),
-        child(lambda: opened(tmp_path, remote).prepare_shard(1)) as sleeper,
+        Child(lambda: opened(tmp_path, remote).prepare_shard(1)) as sleeper,
     ):
         wait_for(lambda: faults.shards)
         os.kill(sleeper.process_id, signal.SIGSTOP)
@@ -122,7 +121,7 @@ def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
             assert dataset[0] == {"n": 0}
             assert dataset[-1] == {"n": 3 * PER_SHARD - 1}
 
-        with child(work) as worker:
+        with Child(work) as worker:
             assert worker.wait() == 0
         faults.is_over.set()
         assert numbers(samples[0]) == list(range(2, 3 * PER_SHARD))

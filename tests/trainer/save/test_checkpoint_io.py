@@ -15,6 +15,7 @@ from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, 
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.trainer.files import compat
 from tests.damage import Payload
+from tests.messages import error_of
 from tests.runs import fit_net
 
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
@@ -56,10 +57,9 @@ def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
     """By default no code runs; the error says how to load the file anyway, and that works."""
     path, made = tmp_path / "a.ckpt", tmp_path / "made"
     AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "code": Payload(made)}, path)
-    with pytest.raises(UnsafeCheckpointError) as caught:
-        AtomicCheckpointIO().load_checkpoint(path)
-    assert "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])" in str(caught.value)
-    assert ("fit(..., weights_only=False)" in str(caught.value)) == compat.HAS_WEIGHTS_ONLY
+    said = error_of(UnsafeCheckpointError, lambda: AtomicCheckpointIO().load_checkpoint(path))
+    assert "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])" in said
+    assert ("fit(..., weights_only=False)" in said) == compat.HAS_WEIGHTS_ONLY
     with pytest.raises(UnsafeCheckpointError):
         AtomicCheckpointIO(weights_only=False).load_checkpoint(path, weights_only=True)
     assert not made.exists()
