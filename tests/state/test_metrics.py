@@ -1,17 +1,27 @@
-"""Metrics whose states are shared, late, or in odd places continue or are named. The laws show the common ones."""
+"""Metrics in odd places continue or are named, and reach the same values if merged. The laws show the common ones."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+from torchmetrics import (
+    CatMetric,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+    MinMetric,
+    PearsonCorrCoef,
+    SumMetric,
+)
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy, MulticlassF1Score
 
-from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.metrics import load_metrics, merged_gradients, merged_metrics, metrics_state
 from tests.state.objects.round_trips import through_a_file
 
 
@@ -113,3 +123,130 @@ def test_metrics_in_plain_containers() -> None:
     assert sorted(state["metrics"]) == [*names, "named['values']"]
     assert load_metrics(fresh, through_a_file(state)) == []
     assert [str(metric.compute()) for metric in here] == [str(metric.compute()) for metric in found]
+
+
+# Metrics of several ranks, merged
+
+
+class OfAllRanks(Metric):
+    """Has a state for each reduction, and one that is gathered as a list."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("seen", [], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.mean = self.mean + values.mean()
+        self.seen.append(values)
+
+    def compute(self) -> Tensor:
+        return self.mean
+
+
+class Custom(Metric):
+    """Is reduced by a custom function."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda values: values.prod())
+
+    def update(self, values: Tensor) -> None:
+        self.product = self.product * values.prod()
+
+    def compute(self) -> Tensor:
+        return self.product
+
+
+class Module(nn.Module):
+    def __init__(self, *metrics: Metric) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleList(metrics)
+
+
+def synced(metrics: list[Any]) -> dict[str, Any]:
+    """Return the states that all ranks have after a sync, as torchmetrics reduces them."""
+    found = {}
+    for name, reduce in metrics[0]._reductions.items():
+        own = [getattr(metric, name) for metric in metrics]
+        if isinstance(own[0], list):
+            items = [item for values in own for item in values]
+            found[name] = torch.cat(items) if items else items
+        else:
+            found[name] = reduce(torch.stack(own))
+    return found
+
+
+def update(module: Module, seed: int) -> None:
+    """Update every metric with values that depend on `seed`."""
+    values = torch.rand(8, generator=torch.Generator().manual_seed(seed))
+    for metric in module.metrics:
+        if isinstance(metric, BinaryAUROC):
+            metric.update(values, (values * 10).long() % 2)
+        elif isinstance(metric, (MulticlassAccuracy, MulticlassF1Score, MetricCollection)):
+            metric.update((values * 3).long(), (values * 7).long() % 3)
+        elif isinstance(metric, PearsonCorrCoef):
+            metric.update(values, values.flip(0))
+        else:
+            metric.update(values)
+
+
+KINDS: dict[str, Callable[[], Metric]] = {
+    "mean": MeanMetric,
+    "sum": SumMetric,
+    "max": MaxMetric,
+    "min": MinMetric,
+    "cat": CatMetric,
+    "accuracy": lambda: MulticlassAccuracy(3),
+    "AUROC": BinaryAUROC,
+    "mean and list": OfAllRanks,
+}
+
+
+@pytest.mark.parametrize("way", [(2, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_synced_metric_is_that_of_all_ranks(kind: str, way: tuple[int, int]) -> None:
+    """Whatever the reductions, the new ranks together have the state that the old ones had together."""
+    before = [Module(KINDS[kind]()) for _ in range(way[0])]
+    for rank, module in enumerate(before):
+        update(module, rank)
+        update(module, 10 + rank)
+    states = [metrics_state(module) for module in before]
+    after = [Module(KINDS[kind]()) for _ in range(way[1])]
+    for rank, module in enumerate(after):
+        state, lost = merged_metrics(states, module, rank=rank)
+        assert lost == []
+        assert load_metrics(module, state) == []
+        assert module.metrics[0].update_count == 2
+    found, expected = synced([m.metrics[0] for m in after]), synced([m.metrics[0] for m in before])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize(("make", "name"), [(Custom, "product"), (PearsonCorrCoef, "corr_xy")])
+def test_a_custom_reduction_is_named(make: Callable[[], Metric], name: str) -> None:
+    """A state that only all the old ranks together could reduce is named, unless nothing was counted yet."""
+    before = [Module(make()) for _ in range(2)]
+    assert merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0)[1] == []
+    for rank, module in enumerate(before):
+        update(module, rank)
+    _, lost = merged_metrics([metrics_state(m) for m in before], Module(make()), rank=0)
+    assert any(line.startswith(f"metric metrics.0: {name} has its own reduction") for line in lost)
+
+
+def test_groups_that_differ_are_named() -> None:
+    """Metrics of a collection that share states on only one rank can't be merged."""
+    before = [Module(MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])) for _ in range(2)]  # type: ignore[arg-type]
+    update(before[0], 0)
+    _, lost = merged_metrics([metrics_state(m) for m in before], before[0], rank=0)
+    assert "metrics metrics.0: the ranks have found different collections" in lost
+
+
+def test_gradients_are_the_mean() -> None:
+    """A gradient is the mean over all ranks; a rank without one counts as zero."""
+    merged = merged_gradients([{"a": torch.ones(2), "b": torch.ones(1)}, {"a": 3 * torch.ones(2)}])
+    assert {name: value.tolist() for name, value in merged.items()} == {"a": [2.0, 2.0], "b": [0.5]}

@@ -1,26 +1,34 @@
-"""Values in real scripts: views, deep and odd ones, and objects with code of their own."""
+"""Values in real scripts: views, large, deep and strange ones, and objects with code of their own. None stops a run."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from scipy import spatial
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.nested import nested_tensor
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.loader.resumable import ResumableDataLoader
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState, contents_of
 from lightning_faulttolerant.state.objects.saved import LOST, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
+from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
+from tests.laws.data_sets import NoisyDataset
 from tests.state.objects.round_trips import carried, through_a_file
 
 
@@ -228,3 +236,167 @@ def test_tensor_of_a_class() -> None:
     assert tensor.meta["applied"][0] is fresh.kept
     fresh.rows.fill_(7)
     assert tensor.tolist() == [0, 7, 7, 7]
+
+
+# Large arrays and tensors: which of them are carried, and how long they are held
+
+_NUM = 500_000
+IN_A_WORKER = Rules(max_items=1_000)
+
+
+@pytest.mark.parametrize("mode", ["r+", "c"])
+@pytest.mark.parametrize("wrap", [lambda a: a, np.asarray, lambda a: a[2:].reshape(-1, 2)], ids=["it", "base", "part"])
+def test_mapped_file_is_no_state(tmp_path: Path, mode: Any, wrap: Any) -> None:
+    """Data written into a mapped file is not state, nor is a mapped file that is opened later."""
+    np.zeros(100, dtype=np.float32).tofile(tmp_path / "data")
+    owner = SimpleNamespace(data=wrap(np.memmap(tmp_path / "data", dtype=np.float32, mode=mode)), late=None)
+    state = ObjectState({"dataset": owner})
+    owner.data[:] = 1
+    owner.late = wrap(np.memmap(tmp_path / "data", dtype=np.float32, mode=mode))
+    saved = state.state_dict()
+    assert not saved[NODES]
+    assert not saved[LOST]
+
+
+@pytest.mark.parametrize("make", [lambda: np.zeros(_NUM), lambda: torch.zeros(_NUM)], ids=["array", "tensor"])
+def test_large_data_in_a_worker(make: Any) -> None:
+    """A few elements are read of an array that is too large to be carried, and all elements of a small one."""
+    owner = SimpleNamespace(data=make(), counts=np.zeros(5_000))
+    state = ObjectState({"dataset": owner}, IN_A_WORKER)
+    assert not state.state_dict()[NODES]
+    owner.data.fill(1) if isinstance(owner.data, np.ndarray) else owner.data.fill_(1)
+    assert state.state_dict(max_bytes=65_536)[LOST].keys() == {"dataset.data"}
+    owner.counts[4_321] += 1
+    assert "dataset.counts" in state.state_dict(max_bytes=65_536)[NODES]
+
+
+@pytest.mark.parametrize("make", [lambda: np.random.rand(_NUM), lambda: torch.rand(_NUM)], ids=["array", "tensor"])
+def test_what_is_replaced_is_freed(make: Any) -> None:
+    """A large array that training replaces is no longer held, and its replacement is carried."""
+    owner, other = (SimpleNamespace(teacher=make(), features=[make()], known=None) for _ in range(2))
+    state, restored = ObjectState({"module": owner}), ObjectState({"module": other})
+    gone = [weakref.ref(owner.teacher), weakref.ref(owner.features[0])]
+    owner.teacher = make()
+    owner.features[0] = make()
+    assert [ref() for ref in gone] == [None, None]
+    assert restored.load_state_dict(state.state_dict()) == []
+    assert bool((other.teacher == owner.teacher).all())
+    assert bool((other.features[0] == owner.features[0]).all())
+
+
+def test_another_tensor_in_the_same_place_is_seen() -> None:
+    """A new tensor is a different one, even if it has the memory of the old one."""
+    owner = SimpleNamespace(teacher=torch.zeros(_NUM))
+    state = ObjectState({"module": owner})
+    unchanged = state.unchanged(["module"])
+    for _ in range(20):
+        owner.teacher = None
+        owner.teacher = torch.zeros(_NUM)
+    assert unchanged.take_changed() == ["module"]
+    assert list(state.state_dict()[NODES]) == ["module"]
+
+
+def test_constant_is_no_copy_of_a_weight() -> None:
+    """Ones that equal the weights of a norm are ignored, unless their holder also copies other weights."""
+    weights = [torch.rand(4), torch.ones(64), torch.zeros(4)]
+    owner = SimpleNamespace(ones=torch.ones(64), anchor=[weight.clone() for weight in weights], zeros=[torch.zeros(4)])
+    state = ObjectState({"module": owner})
+    state.carry_copies(weights)
+    assert state.state_dict()[NODES].keys() == {f"module.anchor[{i}]" for i in range(3)}
+
+
+# What can't be read is left alone, and what lies next to it is carried.
+
+
+class HasNoClass:
+    """Raises when anybody asks for its class, as a proxy does whose object can't be created."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise RuntimeError
+
+
+class HasNoLength(list[object]):
+    """Raises in the methods of its base."""
+
+    def __len__(self) -> int:
+        raise RuntimeError
+
+    def __iter__(self) -> Any:
+        raise RuntimeError
+
+
+class Forgets(nn.Module):
+    """Does not call the constructor of its base."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Missing:
+    """Stands for a package that is not installed, as MONAI's ``optional_import`` returns it."""
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(name)
+
+
+def _deleted() -> object:
+    return weakref.proxy(HasNoLength())
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _nested() -> object:
+    found: list[Any] = []
+    for _ in range(30_000):
+        found = [found]
+    return found
+
+
+STRANGE: dict[str, Callable[[], Any]] = {
+    "one element with stride 0": lambda: torch.zeros(1).expand(3)[:1],
+    "stride 0": lambda: torch.zeros(1).expand(100_000),
+    "conjugate": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+    "freed": _freed,
+    "lazy": lambda: nn.LazyBatchNorm1d(),
+    "masked": lambda: np.ma.masked_array([1.0, 2.0], [True, False]),
+    "large masked": lambda: np.ma.masked_array(np.zeros(30_000)),
+    "deleted": _deleted,
+    "no class": HasNoClass,
+    "no length": HasNoLength,
+    "not a module": Forgets,
+    "mock": lambda: mock.MagicMock(spec=dict),
+    "deep": _nested,
+    "ragged": lambda: nested_tensor([torch.ones(2), torch.ones(3)]),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "missing": Missing,
+    "library": lambda: ctypes.LibraryLoader(ctypes.CDLL),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("rules", [Rules(), Rules(max_items=1_000)], ids=["main", "worker"])
+@pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
+def test_strange_values_are_left_alone(make: Callable[[], Any], rules: Rules) -> None:
+    """A strange value neither stops a state nor hides another attribute, and a fingerprint can be computed."""
+    data = NoisyDataset(4)
+    vars(data).update(value=make(), step=0, rng=np.random.default_rng(0))
+    state, held = ObjectState({"data": data}, rules), HeldGenerators({"data": data})
+    data.step = 1
+    state.carry_copies([torch.zeros(3)])
+    assert [*state.changed] == ["data"]
+    assert ["step", 1] in state.state_dict()["nodes"]["data"]["attributes"]
+    assert [*held.state_dict()] == ["data.rng"]
+    assert loader_fingerprint(DataLoader(data)) is not None
+    new = SimpleNamespace()
+    state = ObjectState({"new": new}, rules)
+    new.value = make()
+    state.state_dict()
