@@ -6,7 +6,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +19,7 @@ import torch
 from torch.nested import nested_tensor
 
 from lightning_faulttolerant.loader.digests import START, Digest, sample_digest, updated
-from lightning_faulttolerant.trainer.steps.digests import digest as step_digest
+from lightning_faulttolerant.trainer.steps.digests import digest as step_digest, exact, exact_metrics
 
 
 @dataclass
@@ -191,3 +191,46 @@ def test_digest_of_a_view_is_that_of_its_copy(dtype: torch.dtype) -> None:
             copy = torch.tensor(view.tolist(), dtype=view.dtype).reshape(view.shape)
             assert sample_digest((view, {"a": view}), 7) == sample_digest((copy, {"a": copy}), 7)
             assert step_digest((view, {"a": view})) == step_digest((copy, {"a": copy}))
+
+
+# Digests and texts of what a step computes
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_arrays_and_tensors_are_told_apart() -> None:
+    """Arrays have a type and a shape, and tensors a layout; `PAIRS` has all other values."""
+    zeros = (np.zeros((2, 3)), np.zeros((3, 2)), np.zeros((2, 3), np.int64))
+    assert len(set(map(step_digest, zeros))) == 3
+    for of in (step_digest, sample_digest):
+        assert of(torch.eye(2).to_sparse_csr()) != of((2 * torch.eye(2)).to_sparse_csr())
+    jagged = [torch.nested.nested_tensor([torch.zeros(2), end], layout=torch.jagged) for end in torch.eye(2)]
+    assert step_digest(jagged[0]) != step_digest(jagged[1])
+
+
+def test_same_values_have_one_digest() -> None:
+    """An address, the order of a set, and the type of a mapping make no difference; the order of a mapping does."""
+    same: list[tuple[Any, Any]] = [
+        (Loose(1), Loose(1)),
+        (print, print),
+        ({"b", "a", Loose}, {Loose, "a", "b"}),
+        (OrderedDict(a=1, b=2), {"a": 1, "b": 2}),
+    ]
+    assert [pair for pair in same if step_digest(pair[0]) != step_digest(pair[1])] == []
+    assert step_digest({"a": 1, "b": 2}) != step_digest({"b": 2, "a": 1})
+
+
+def test_numbers_lose_no_bit() -> None:
+    """A float becomes text from which the same float comes back; integers, text, and None stay; any metric is taken."""
+    assert float.fromhex(exact(0.1 + 0.2)) == 0.1 + 0.2
+    assert exact(torch.tensor(0.1)) == exact(np.float32(0.1)) == float(np.float32(0.1)).hex()
+    assert [exact(value) for value in (3, np.int64(3), "a", None, True)] == [3, 3, "a", None, True]
+    assert (exact(float("nan")), exact([1.0]), exact(torch.zeros(2))) == (
+        "nan",
+        step_digest([1.0]),
+        step_digest(torch.zeros(2)),
+    )
+    several, long = np.arange(3), np.longdouble(1)  # its item() is not a plain number
+    expected = {"h": step_digest(several), "1": (2.0).hex(), "('a', 1)": step_digest(long)}
+    assert exact_metrics({"h": several, 1: 2.0, ("a", 1): long}) == expected
+    assert (exact_metrics([1.0]), exact_metrics(None)) == ({"": step_digest([1.0])}, {})

@@ -1,17 +1,32 @@
-"""Stop signals are noted immediately, acted on at a boundary, and given back afterwards."""
+"""Stop signals, deadlines, and exceptions: acted on at a boundary, or told, with everything given back afterwards."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from types import FrameType
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant import FaultTolerance, TrainingStopped
 from lightning_faulttolerant.trainer import signals as stop_module
-from lightning_faulttolerant.trainer.signals import StopReason, StopSignals, signal_reason
+from lightning_faulttolerant.trainer.signals import (
+    RESERVE_SECONDS,
+    Deadline,
+    StopReason,
+    StopSignals,
+    checked_deadline,
+    signal_reason,
+)
+from tests.runs import fit_net
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -118,3 +133,82 @@ def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
     assert clock.now - 0.125 <= 1000.0 + expected < clock.now
     stop.grace.save_seconds = lambda: 10.0
     assert [stop.grace.save_fits(seconds) for seconds in (5, 10, 15)] == [False, False, True]
+
+
+# Deadlines
+
+
+def test_kinds_of_deadlines() -> None:
+    """A datetime is a point in time, in local time if it has no zone; a timedelta counts from now; so do texts."""
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+    assert checked_deadline(moment) == moment.timestamp()
+    assert checked_deadline(moment.astimezone(timezone(timedelta(hours=7)))) == moment.timestamp()
+    assert checked_deadline(moment.astimezone().replace(tzinfo=None)) == moment.timestamp()
+    assert checked_deadline(timedelta(hours=1)) == pytest.approx(time.time() + 3600, abs=5)
+    assert checked_deadline(None) is None
+    for text in ("2040-01-02 03:04:05+00:00", "2040-01-02T03:04:05Z", moment.isoformat()):
+        assert checked_deadline(text) == moment.timestamp()
+    assert checked_deadline("2040-01-02 03:04") == datetime(2040, 1, 2, 3, 4).timestamp()
+    for duration in (timedelta(hours=4), timedelta(days=1, minutes=5), timedelta(days=20, seconds=1.5)):
+        assert checked_deadline(str(duration)) == pytest.approx(time.time() + duration.total_seconds(), abs=5)
+
+
+def test_longest_batch_counts() -> None:
+    """One long batch, or one long pause between two batches, counts from then on."""
+    run = SimpleNamespace(now=0.0, batch=0)
+    clock = {"progress": lambda: run.batch, "clock": lambda: run.now}
+    deadline = Deadline(1000.0, save_seconds=lambda: 0.0, **clock)  # type: ignore[arg-type]
+    for pause in (1.0, 1.0, 100.0, 1.0):
+        run.now, run.batch = run.now + pause, run.batch + 1
+        assert not deadline.is_near()
+    while not deadline.is_near():
+        run.now, run.batch = run.now + 1, run.batch + 1
+    assert run.now == pytest.approx(1000 - RESERVE_SECONDS - 100, abs=1.5)
+
+
+# A fit that a signal or an exception ends
+
+
+class StopInSanityCheck(Callback):
+    """Requests a stop before anything is trained."""
+
+    def on_sanity_check_start(self, trainer: Trainer, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fails(Callback):
+    """Raises after the first autosave is created."""
+
+    def on_after_backward(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a stop in the sanity check, the next start begins where this one did: here at a checkpoint."""
+    given = tmp_path / "given.ckpt"
+    fit_net([], tmp_path, max_epochs=1).save_checkpoint(given)
+    with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
+        fit_net([FaultTolerance(tmp_path, run_id="run"), StopInSanityCheck()], tmp_path, ckpt_path=given)
+    assert f"To continue from {given}, type: " in caplog.text
+
+
+class BreaksInTheEnd(CSVLogger):
+    """Can't write its last line."""
+
+    def finalize(self, status: str) -> None:
+        raise OSError("no space left on device")
+
+
+def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> None:
+    """If a logger that raises after an exception prevents Lightning's teardown, everything is still given back."""
+    ours = FaultTolerance(dirpath=tmp_path / "autosaves")
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    with pytest.raises(OSError, match="no space left"):
+        fit_net([ours, Fails()], tmp_path, logger=BreaksInTheEnd(tmp_path))
+    left = [signal.getsignal(signum) for signum in before]
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert not any(isinstance(getattr(handler, "__self__", None), StopSignals) for handler in left)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fault-tolerance")]

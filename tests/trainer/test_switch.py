@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,6 @@ def test_each_value_has_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, value)
         with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .*, or unset; got '{value}'"):
             read_switch()
-
-
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_entry_point_is_installed(package: str) -> None:
-    """The installed package offers its callback in the group of each Lightning package, under this package's name."""
-    [found] = [e for e in entry_points(group=f"{package}.callbacks_factory") if "faulttolerant" in e.name]
-    assert found.load() is callbacks_from_environment
 
 
 class Holds(Callback):
