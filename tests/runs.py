@@ -46,8 +46,6 @@ def fit_net(
 
 
 class SavesAfter(Callback):
-    """Saves a checkpoint after a step."""
-
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
 

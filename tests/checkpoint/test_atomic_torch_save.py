@@ -38,8 +38,6 @@ def names(directory: Path) -> list[str]:
 
 
 class Raises:
-    """Raises an error when it is pickled."""
-
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
 

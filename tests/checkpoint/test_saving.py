@@ -14,8 +14,6 @@ from tests.processes import in_child
 
 
 class Holder:
-    """An object with a tensor."""
-
     def __init__(self, tensor):
         self.tensor = tensor
 

@@ -123,8 +123,6 @@ def test_what_a_group_writes_to(directory, monkeypatch, members, access_list, is
 
 @dataclass
 class Holds:
-    """An object that refers to others."""
-
     first: Any
     second: Any = None
 

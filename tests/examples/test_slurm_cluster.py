@@ -66,7 +66,6 @@ class Job:
         self.submit()
 
     def submit(self) -> None:
-        """Submit the job."""
         self.number = self._cluster.ask("sbatch", *self._command, directory=self.directory, **self._variables)
 
     def signal(self, name: str) -> None:
@@ -74,19 +73,16 @@ class Job:
         self._cluster.ask("scancel", f"--signal={name}", self.number)
 
     def fields(self) -> dict[str, str]:
-        """Return what SLURM knows about the job."""
         shown = self._cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def wait_for(self, is_so: Callable[[], object], what: str) -> None:
-        """Wait until something is so."""
         deadline = time.monotonic() + SECONDS
         while not is_so():
             assert time.monotonic() < deadline, f"not within {SECONDS:g} s: {what}\n{self.fields()}\n{self.log()}"
             time.sleep(0.3)
 
     def wait_for_line(self, text: str) -> None:
-        """Wait until a text is in the log."""
         self.wait_for(lambda: text in self.log(), text)
 
     def wait_for_more_time(self) -> None:
@@ -124,7 +120,6 @@ class Scenario:
     resumes: bool = True
 
     def play(self, cluster: Cluster, directory: Path) -> Job:
-        """Run the job to its end."""
         if self.waits:
             IS_QUIET.wait(SECONDS)
         job = Job(cluster, directory, *self.options, **self.variables)

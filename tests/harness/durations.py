@@ -39,7 +39,6 @@ class Reporter:
         self._report = Report()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add one phase of a test."""
         self._report.seconds += report.duration
         outcome = report.outcome if report.when == "call" or report.outcome != "failed" else "error"
         if hasattr(report, "wasxfail"):
@@ -51,7 +50,6 @@ class Reporter:
             self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s){reason}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Count a file that can't be imported."""
         if report.failed:
             self._count("error")
             self._report.not_passed.append(f"{report.nodeid}{_reason(report)}")
@@ -60,7 +58,6 @@ class Reporter:
         self._report.outcomes[outcome] = self._report.outcomes.get(outcome, 0) + 1
 
     def pytest_sessionfinish(self) -> None:
-        """Write the report."""
         self._path.write_text(json.dumps(asdict(self._report)))
 
 

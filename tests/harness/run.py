@@ -68,7 +68,6 @@ class FileRun:
     began: float = field(default_factory=time.monotonic)
 
     def start(self, options: list[str]) -> None:
-        """Fork the process."""
         self.directory.mkdir()
         self.process_id = os.fork()
         if self.process_id == 0:
@@ -83,7 +82,6 @@ class FileRun:
 
     @property
     def output(self) -> str:
-        """The output so far."""
         path = self.directory / "output.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 

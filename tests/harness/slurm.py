@@ -128,7 +128,6 @@ class Cluster:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End all jobs and daemons."""
         if not self._processes():
             return
         with contextlib.suppress(RuntimeError):

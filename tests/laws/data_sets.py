@@ -141,8 +141,6 @@ class DrawingSampler(PythonShuffle):
 
 
 class Squares(IterableDataset[Tensor]):
-    """An iterable data set."""
-
     def __iter__(self) -> Iterator[Tensor]:
         return (torch.full((4,), float(i)) for i in range(32))
 
@@ -213,7 +211,6 @@ class Stream(IterableDataset[Tensor]):
         self.rng = random.Random(0)
 
     def numbers(self) -> range:
-        """Return the numbers of this worker's samples."""
         worker, num_workers = shard()
         return range(worker, self.length, num_workers)
 
@@ -227,13 +224,10 @@ class Stream(IterableDataset[Tensor]):
             yield self.sample(buffer.pop(int(torch.randint(len(buffer), ()))))
 
     def sample(self, number: int) -> Tensor:
-        """Return a sample with noise."""
         return torch.full((4,), number / 32) + 0.1 * noise() + 0.1 * self.rng.gauss(0, 1)
 
 
 class SizedStream(Stream):
-    """Knows its length."""
-
     def __len__(self) -> int:
         return self.length
 
@@ -242,7 +236,6 @@ class UnevenStream(Stream):
     """The first worker has 6 samples, the second 26."""
 
     def numbers(self) -> range:
-        """Return the numbers of this worker's samples."""
         worker, num_workers = shard()
         return range(32) if num_workers == 1 else (range(6), range(6, 32))[worker]
 
@@ -263,11 +256,9 @@ class StatefulStream(SizedStream):
             yield self.sample(numbers[index] + self.num_begun)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position."""
         return {"num_begun": self.num_begun, "next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the position."""
         self.num_begun, self.next = state_dict["num_begun"], state_dict["next"]
         self.resumed_at = self.next
 

@@ -132,11 +132,9 @@ class Agent:
 
     @property
     def output(self) -> str:
-        """What the agent and its ranks have printed."""
         return self._output.read_text()
 
     def wait(self) -> int:
-        """Wait until it has ended, and return its exit code."""
         process, self._process = self._process, 0
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 

@@ -288,7 +288,6 @@ class Group:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of FaultTolerance."""
         return self._merged("options")
 
     @property
@@ -298,11 +297,9 @@ class Group:
 
     @property
     def repeats(self) -> int:
-        """How many batches a kill may repeat."""
         return max((each.repeats for each in self.rows), default=1)
 
     def trainer(self) -> dict[str, Any]:
-        """Return the arguments of the Trainer."""
         defaults = {"max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": False}
         return {**defaults, **self._merged("trainer")}
 
@@ -315,7 +312,6 @@ class Group:
         return kinds[0]()
 
     def callbacks(self) -> list[Callback]:
-        """Return the callbacks of all rows."""
         made = [each.callbacks() for each in self.rows if each.callbacks]
         return [one for each in made for one in (each if isinstance(each, list) else [each])]
 

@@ -84,7 +84,6 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The name of the last start."""
         return f"start-{self._number}"
 
     def launch(self, start: Start) -> int:
@@ -116,7 +115,6 @@ class Script:
             signal_to(process_id, signal.SIGKILL, os.killpg)
 
     def start(self, start: Start) -> int:
-        """Start it, wait for its end, and return its exit code."""
         return self.wait(self.launch(start))
 
     def run(self, start: Start) -> None:

@@ -90,8 +90,6 @@ class Indexed(Net):
 
 
 class IndexedInShards(Indexed):
-    """Its layers are in shards."""
-
     def configure_model(self) -> None:
         for layer in (self.layers[0], self.layers[2], self.layers):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
@@ -132,7 +130,6 @@ class Leg:
     code: int = 0
 
     def group(self) -> Group:
-        """Return its group."""
         arguments = {"shuffle": self.sampler is None, "batch_size": self.size, **self.loader}
         sampler = self.sampler or (lambda: None)
         row = Row(

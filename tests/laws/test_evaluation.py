@@ -261,8 +261,6 @@ def test_evaluation_continues(case: str, stage: str, tmp_path: Path) -> None:
 
 
 class InShards(Judge):
-    """Is in shards, layer by layer."""
-
     def configure_model(self) -> None:
         for layer in (self.layers[0], self.layers[1], self.layers[3], self.layers):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
@@ -309,8 +307,6 @@ def test_stops_alone_repeat_nothing(stage: str, tmp_path: Path) -> None:
 
 
 class Fails(Judge):
-    """Raises in a batch of a test."""
-
     def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         if batch_idx == 3:
             raise ValueError("no such sample")
@@ -417,8 +413,6 @@ def told(root: Path, number: int, pattern: str) -> str:
 
 
 class Shifted(Judge):
-    """Has other weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers[0].bias.data[0] = 2.0

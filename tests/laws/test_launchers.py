@@ -150,12 +150,10 @@ class Machines:
             self.port = free.getsockname()[1]
 
     def join(self, address: str) -> Agent:
-        """Let a machine join."""
         self.agents.append(Agent(self.train, num_ranks=1, port=self.port, address=address, is_host=not self.agents))
         return self.agents[-1]
 
     def train(self) -> None:
-        """Do what a rank does."""
         num_ranks = int(os.environ["WORLD_SIZE"])
         trainer = Trainer(
             callbacks=[FaultTolerance(self.directory / "autosaves", run_id="run", elastic=True, every_n_train_steps=1)],

@@ -83,7 +83,6 @@ class Script:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def close(self) -> None:
-        """End the process."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         self._popen.stdin.close()

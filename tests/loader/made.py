@@ -124,8 +124,6 @@ class DrawsAll:
 
 
 class Failing(Drawing):
-    """Fails after its draws."""
-
     def __getitem__(self, index: int) -> Any:
         super().__getitem__(index)
         raise RuntimeError("no such sample")
@@ -167,10 +165,7 @@ class Rude(DataLoader[Any]):
 
 
 class Stateful(DataLoader[Any]):
-    """Has a state."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
         return {}
 
 

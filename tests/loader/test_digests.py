@@ -24,16 +24,12 @@ from lightning_faulttolerant.trainer.steps.digests import digest as step_digest,
 
 @dataclass
 class Clip:
-    """A part of a video."""
-
     video: str
     start: int
     tags: Any = None
 
 
 class Kind(Enum):
-    """A kind of video."""
-
     LONG = 1
     SHORT = 2
 
@@ -75,8 +71,6 @@ def test_it_is_the_same_in_each_process() -> None:
 
 
 class Slotted:
-    """Has no ``__dict__``."""
-
     __slots__ = ("value",)
 
     def __init__(self, value: int) -> None:

@@ -419,8 +419,6 @@ def test_the_iterator_has_what_torchs_has() -> None:
 
 
 class TooLong(data_sets.Stream):
-    """Has more samples than its length."""
-
     def __len__(self) -> int:
         return 2
 

@@ -24,7 +24,6 @@ class Story:
         self.seconds_of_data: float | None = None
 
     def wait(self, seconds: float) -> Story:
-        """Let time pass."""
         self.now += seconds
         return self
 
@@ -109,26 +108,21 @@ class Story:
         return self._add(AUTOSAVE, **{**place, **waited, "name": self.newest, **more})
 
     def alive(self) -> Story:
-        """Leave a sign of life."""
         return self._add(ALIVE, **self.place)
 
     def end(self, reason: str = "finished", *, saved: dict[str, Any] | None = None) -> Story:
-        """End the fit."""
         return self._add(END, **self.place, reason=reason, text="", saved=saved)
 
     def done(self) -> Story:
-        """End the script."""
         self.lines.append({"event": DONE, "time": self.now})
         return self
 
     @property
     def newest(self) -> str:
-        """The name of the newest autosave."""
         return f"autosave-{self.num_autosaves:08d}.ckpt"
 
     @property
     def place(self) -> dict[str, Any]:
-        """The current place of the fit."""
         epoch, batch = divmod(self.batch, BATCHES_PER_EPOCH)
         place: dict[str, Any] = {"epoch": epoch, "batch": batch, "global_step": self.batch}
         if self.function != "fit":

@@ -147,8 +147,6 @@ class OfAllRanks(Metric):
 
 
 class Custom(Metric):
-    """Is reduced by a custom function."""
-
     full_state_update = False
 
     def __init__(self) -> None:

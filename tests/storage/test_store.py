@@ -117,7 +117,6 @@ class BucketOfGoogles(MemoryFileSystem):
         return super()._open(path, mode) if mode == "rb" else ResumableUpload(self, path, mode, autocommit=False)
 
     def info(self, path, **options):
-        """Return what is known of a file."""
         info = super().info(path, **options)
         content = self.store[info["name"]].getvalue() if info["type"] == "file" else b""
         return {**info, "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode()}
@@ -134,7 +133,6 @@ class ResumableUpload(AbstractBufferedFile):
         return True
 
     def commit(self):
-        """Publish the file."""
         content = self.sent[:-1] + b"?" if self.path.endswith("damaged") else self.sent
         self.fs.store[self.path] = MemoryFile(self.fs, self.path, content)
 

@@ -73,7 +73,6 @@ class Faults:
 
     @property
     def shards(self) -> list[str]:
-        """The shards that were requested."""
         return [name for name in self.asked if name != "index.json"]
 
     def next_of(self, path: str) -> str:

@@ -38,11 +38,9 @@ class Place:
     new: Path
 
     def data(self, **options: Any) -> StreamingDataset:
-        """Return the first data set."""
         return StreamingDataset(self.one, **options)
 
     def mixed(self, one: Any = None, other: Any = None, **options: Any) -> StreamingDataset:
-        """Return both, with weights."""
         streams = [Stream(local=self.one, **(one or {})), Stream(local=self.other, **(other or {}))]
         return StreamingDataset(streams=streams, shuffle=True, **options)
 
@@ -75,7 +73,6 @@ class Place:
         samples.load_state_dict(state)
 
     def without_a_shard(self) -> None:
-        """Prepare a shard that is missing."""
         shard_paths(self.one)[0].unlink()
         self.data().prepare_shard(0)
 

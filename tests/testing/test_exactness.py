@@ -44,8 +44,6 @@ def test_killed_in_the_middle_of_an_epoch() -> None:
 
 
 class Fails(Callback):
-    """Raises an error before the third batch."""
-
     num_begun = 0
 
     def on_train_batch_start(self, *_):

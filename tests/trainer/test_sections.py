@@ -92,8 +92,6 @@ def test_each_section_is_marked(tmp_path: Path, supervisor: Path) -> None:
 
 
 class Fails(Net):
-    """Raises in a step."""
-
     def __init__(self, stage: str = "", at: int = -1) -> None:
         super().__init__()
         self.fails_in = stage, at
@@ -111,8 +109,6 @@ class Fails(Net):
 
 
 class BadSample(NoisyDataset):
-    """One of its samples can't be read."""
-
     def __getitem__(self, index: int) -> Tensor:
         if index == 13:
             raise ValueError("boom")
@@ -120,8 +116,6 @@ class BadSample(NoisyDataset):
 
 
 class RaisesAtStart(Callback):
-    """Raises before the first batch."""
-
     def on_train_start(self, *_: Any) -> None:
         raise ValueError("boom")
 

@@ -195,8 +195,6 @@ def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
 
 
 class BreaksInTheEnd(CSVLogger):
-    """Can't write its last line."""
-
     def finalize(self, status: str) -> None:
         raise OSError("no space left on device")
 

@@ -211,7 +211,6 @@ class Clock:
         self.perf_counter = self.now.get
 
     def pass_seconds(self, seconds: float) -> None:
-        """Let time pass."""
         self.now.set(self.now.get() + seconds)
 
 

@@ -28,7 +28,6 @@ class Run:
         """Take how a metric is plotted."""
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """Log a row."""
         self._log(data, step, commit)
 
     def _log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
@@ -45,13 +44,9 @@ class Run:
         del self._unsent[:num]
 
     def finish(self) -> None:
-        """Send the rest."""
         self._send(0)
 
 
 class Config(dict[str, Any]):
-    """The configuration of a run."""
-
     def update(self, values: Any, allow_val_change: bool = False) -> None:  # type: ignore[override]
-        """Take values."""
         super().update(values)

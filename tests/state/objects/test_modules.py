@@ -21,8 +21,6 @@ STEP = 0
 
 
 class Counter:
-    """Counts in a class attribute."""
-
     count = 0
 
 

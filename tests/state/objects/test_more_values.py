@@ -321,8 +321,6 @@ class HasNoClass:
 
 
 class HasNoLength(list[object]):
-    """Raises in the methods of its base."""
-
     def __len__(self) -> int:
         raise RuntimeError
 

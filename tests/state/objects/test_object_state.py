@@ -21,8 +21,6 @@ from lightning_faulttolerant.state.reachable import global_path
 
 @dataclass
 class Record:
-    """Has a number."""
-
     number: int = 0
 
 
@@ -74,8 +72,6 @@ def test_checkpoint_cannot_name_what_runs(kind: str) -> None:
 
 
 class Shown:
-    """Has a method."""
-
     def show(self) -> None: ...
 
 
@@ -131,8 +127,6 @@ def test_contents_by_path() -> None:
 
 
 class Doubling(nn.Module):
-    """Doubles what it gets."""
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 

@@ -59,8 +59,6 @@ def test_is_a_copy() -> None:
 
 
 class Annotation:
-    """The data of one sample."""
-
     def __init__(self, number: int) -> None:
         self.boxes = [number]
 

@@ -26,8 +26,6 @@ class Category:
 
 @dataclass
 class Annotation:
-    """A small object."""
-
     path: str
     label: int
     box: list[Any]

@@ -37,22 +37,16 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Phase(enum.Enum):
-    """The phase of a training."""
-
     WARM_UP = 1
     DECAY = 2
 
 
 class Access(enum.Flag):
-    """Can combine several flags."""
-
     READ = 1
     WRITE = 2
 
 
 class Tag(str):
-    """A text with an attribute."""
-
     weight = 0
 
 
@@ -76,22 +70,16 @@ class Lists(list[Any]):
 
 @dataclass
 class Record:
-    """Has its own list."""
-
     number: int = 0
     items: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Does not let its attribute be set."""
-
     number: int
 
 
 class Slots:
-    """Has no ``__dict__``."""
-
     __slots__ = ("__hidden", "items", "late")
 
     def __init__(self) -> None:

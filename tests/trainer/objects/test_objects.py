@@ -92,8 +92,6 @@ class Deals(Net):
 
 
 class Grows(Net):
-    """Creates a layer when it trains."""
-
     def on_train_epoch_start(self) -> None:
         self.grown = nn.Linear(1, 1)
 

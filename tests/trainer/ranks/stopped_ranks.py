@@ -56,11 +56,9 @@ class RankProcesses:
         self._scripts = scripts
 
     def send(self, signum: int, rank: int) -> None:
-        """Send a signal to a rank."""
         os.kill(self._scripts[rank].process_id, signum)
 
     def wait_for(self, text: str) -> None:
-        """Wait until all ranks have printed a text."""
         for script in self._scripts:
             while text not in script.printed():
                 assert script.is_running(), script.printed()

@@ -38,8 +38,6 @@ class Renamed(DDPStrategy):
 
 
 class SavesElsewhere(SingleDeviceStrategy):
-    """A user's subclass that saves in its own way."""
-
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         raise AssertionError("nobody may save with it")
 

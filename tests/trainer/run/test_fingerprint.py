@@ -34,8 +34,6 @@ from tests.runs import make_trainer
 
 
 class Rows(Dataset[Any]):
-    """Fails if a sample is read."""
-
     def __init__(self, rows: Any, **attributes: Any) -> None:
         self.rows = rows
         vars(self).update(attributes)

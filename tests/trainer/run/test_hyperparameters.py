@@ -21,8 +21,6 @@ PROCESS_ID = 31337
 
 
 class Model(LightningModule):
-    """Has any hyperparameters."""
-
     def __init__(self, **values: Any) -> None:
         super().__init__()
         self.save_hyperparameters(values)

@@ -35,7 +35,6 @@ class Run:
             self.budget.begin_saved()
 
     def train(self, seconds: float) -> None:
-        """Train for `seconds` seconds."""
         end = self.now + seconds
         while self.now < end:
             began = self.now

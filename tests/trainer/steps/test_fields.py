@@ -36,8 +36,6 @@ FIELDS = ("order", "content", "rng", "learning_rates", "loss")
 
 
 class OtherRate(Net):
-    """The same net, with another learning rate."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.5)
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass
 class Metric:
-    """A point."""
-
     key: str
     value: float
     timestamp: int
@@ -15,7 +13,5 @@ class Metric:
 
 @dataclass
 class Param:
-    """A parameter."""
-
     key: str
     value: str

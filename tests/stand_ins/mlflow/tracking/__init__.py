@@ -25,7 +25,6 @@ class MlflowClient:
         self._runs: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
     def get_experiment_by_name(self, name: str) -> Any:
-        """Return an experiment."""
         return SimpleNamespace(experiment_id="1", lifecycle_stage="active")
 
     def create_run(self, experiment_id: str, tags: dict[str, str]) -> Any:
@@ -37,18 +36,15 @@ class MlflowClient:
         return self.get_run(run_id)
 
     def get_run(self, run_id: str) -> Any:
-        """Return a run."""
         run = self._runs[run_id]
         metrics = {key: points[-1][1] for key, points in run["metrics"].items()}
         info = SimpleNamespace(run_id=run_id, experiment_id="1", status=run["status"])
         return SimpleNamespace(info=info, data=SimpleNamespace(metrics=metrics, params=run["params"]))
 
     def get_metric_history(self, run_id: str, key: str) -> list[Metric]:
-        """Return the points of a metric."""
         return [Metric(key, value, 0, step) for step, value in self._runs[run_id]["metrics"].get(key, [])]
 
     def update_run(self, run_id: str, status: str) -> None:
-        """Set the status of a run."""
         self._runs[run_id]["status"] = status
         self._write()
 
@@ -57,7 +53,6 @@ class MlflowClient:
     def log_batch(
         self, run_id: str, metrics: Sequence[Metric] = (), params: Sequence[Param] = (), tags: Sequence[Any] = ()
     ) -> None:
-        """Log points and parameters."""
         run = self._runs[run_id]
         for one in metrics:
             run["metrics"].setdefault(one.key, []).append([one.step, float(one.value)])
@@ -67,7 +62,6 @@ class MlflowClient:
         self._write()
 
     def log_metric(self, run_id: str, key: str, value: float, timestamp: Any = None, step: int | None = None) -> None:
-        """Log a point."""
         self.log_batch(run_id, [Metric(key, value, 0, step or 0)])
 
     def _write(self) -> None:
