@@ -186,6 +186,11 @@ def row(kind: str, **values: Any) -> Callable[[Made], Made]:
     return decorate
 
 
+def add_loader(name: str, train: Callable[[], Any], **values: Any) -> None:
+    """Add a loader as a row whose batches our state of loaders carries."""
+    add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
+
+
 def carried(made: type[Factor], *, takes: str = "") -> type[Factor]:
     """Add a module with a factor as a row that the object state carries."""
     add(made.__name__, module=made, part="objects", shows=f"factor of {made.__name__}", takes=takes and (takes,))

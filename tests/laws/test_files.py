@@ -27,7 +27,6 @@ from tests.messages import plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:.*could not find the monitored key"),
     pytest.mark.filterwarnings("ignore:.ModelCheckpoint.monitor='loss'.* could not find"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),

@@ -34,7 +34,6 @@ from tests.messages import plain
 from tests.processes import wait_for
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
     pytest.mark.filterwarnings("ignore:.*does not have a batch_sampler"),
     pytest.mark.filterwarnings("ignore:.*no last checkpoint available"),

@@ -137,7 +137,6 @@ def test_every_position_resumes_exactly(row: str, every: int) -> None:
     assert_resumable(partial(of_row, row), cuts=slice(first, None, every), is_plain=row not in NOT_PLAIN)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 @pytest.mark.parametrize(
     ("row", "workers"),
     [

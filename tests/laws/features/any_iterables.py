@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.laws.data_sets import NoisyDataset, Quiet, UnpackingLoader, batch_of, of_kind
-from tests.laws.rows import add, row, rows_of
+from tests.laws.rows import add, add_loader, row, rows_of
 
 
 def iterable(made: Callable[..., Any], **values: Any) -> Callable[..., Any]:
     """Add an iterable whose batches our state of loaders carries."""
-    add(getattr(made, "__name__", "row"), **{"part": "loaders", "shows": "content", "train": made, **values})
+    add_loader(made.__name__, made, **values)
     return made
 
 
@@ -166,7 +166,7 @@ def endless() -> Iterator[Tensor]:
     return map(batch_of, itertools.count())
 
 
-add("endless", part="loaders", shows="content", train=endless, apart="ahead", trainer={"limit_train_batches": 6})
+add_loader("endless", endless, apart="ahead", trainer={"limit_train_batches": 6})
 add("iterable for validation", validation=Slice, trainer={"val_check_interval": 3})
 
 
@@ -342,7 +342,7 @@ class SetsSeed(Callback):
             seed = 0
 
 
-add("global that an iteration reads", part="loaders", shows="content", train=SeededByGlobal, callbacks=SetsSeed)
+add_loader("global that an iteration reads", SeededByGlobal, callbacks=SetsSeed)
 
 
 class LooksAtTheData(Callback):
@@ -356,8 +356,8 @@ class LooksAtTheData(Callback):
 
 
 for num_workers in (0, 2):  # in a subclass, an iteration begins late: at its first fetch
-    add(
-        f"iterated aside, with {num_workers} workers", part="loaders", shows="content", callbacks=LooksAtTheData,
-        train=lambda num=num_workers: (DataLoader if num else UnpackingLoader)(NoisyDataset(24), 4, num_workers=num),
-        validation=rows_of(8, shuffle=False, num_workers=num_workers), alone=True,
+    add_loader(
+        f"iterated aside, with {num_workers} workers",
+        lambda num=num_workers: (DataLoader if num else UnpackingLoader)(NoisyDataset(24), 4, num_workers=num),
+        validation=rows_of(8, shuffle=False, num_workers=num_workers), callbacks=LooksAtTheData, alone=True,
     )  # fmt: skip

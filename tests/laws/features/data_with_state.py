@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from tests.laws.data_sets import NoisyDataset, of_kind
-from tests.laws.rows import Net, add, rows_of
-
-
-def carried(name: str, train: Callable[[], Any], **values: Any) -> None:
-    """Add a loader whose batches our state of loaders carries."""
-    add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
+from tests.laws.rows import Net, add, add_loader, rows_of
 
 
 class Curriculum(NoisyDataset):
@@ -53,7 +48,7 @@ class Rises(Callback):
         dataset.rise()
 
 
-carried(
+add_loader(
     "hard data set",
     lambda: DataLoader(Curriculum(), batch_size=4, shuffle=True),
     callbacks=Rises,
@@ -83,7 +78,7 @@ class RaisesShared(Callback):
         dataset.value.value += 2
 
 
-carried(
+add_loader(
     "shared memory",
     lambda: DataLoader(SharedLevel(), 4, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=1),
     callbacks=RaisesShared,
@@ -116,12 +111,12 @@ class CountingCollate:
         return torch.stack(samples) * (1 + self.count / 10)
 
 
-carried(
+add_loader(
     "counts and caches",
     lambda: DataLoader(CountsAndCaches(), 4, shuffle=True, collate_fn=CountingCollate()),
     apart="counts",
 )
-carried(
+add_loader(
     "counts and caches in workers",
     lambda: DataLoader(CountsAndCaches(), 4, shuffle=True, num_workers=2, collate_fn=CountingCollate()),
 )
@@ -142,7 +137,7 @@ class Leftovers(Sampler[int]):
         self.kept = pool[20:]
 
 
-carried("leftovers", lambda: rows_of(24, shuffle=False, sampler=Leftovers())(), ranks=False)
+add_loader("leftovers", lambda: rows_of(24, shuffle=False, sampler=Leftovers())(), ranks=False)
 
 
 # Data that training makes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,26 +23,20 @@ from tests.laws.data_sets import (
     counted,
     drawing_worker_init,
 )
-from tests.laws.rows import add, row, rows_of
+from tests.laws.rows import add, add_loader, row, rows_of
 
-
-def carried(name: str, train: Callable[[], Any], **values: Any) -> None:
-    """Add a loader whose batches our state of loaders carries."""
-    add(name, **{"part": "loaders", "shows": "content", "train": train, **values})
-
-
-carried("shuffled", rows_of(24))
-carried("two workers", rows_of(32, num_workers=2))
-carried("persistent workers", rows_of(32, num_workers=2, persistent_workers=True))
-carried("in order, to an incomplete batch", rows_of(23, shuffle=False))
-carried("own generator", lambda: rows_of(24, generator=torch.Generator().manual_seed(0))())
-carried("drawing sampler", lambda: rows_of(24, shuffle=False, sampler=DrawingSampler(24))(), part="rng")
-carried("generator on first use", lambda: DataLoader(LazyDataset(has_attribute=False), batch_size=4, shuffle=True))
-carried("iter that unpacks", lambda: UnpackingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
-carried("iter that maps", lambda: MappingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
-carried("no length", lambda: Unsized(NoisyDataset(24), batch_size=4, sampler=DrawingSampler(24)), apart="ahead")
-carried("counting data set and sampler with states", counted, apart="counts", ranks=False, part="objects")
-carried("counting data set in workers", lambda: DataLoader(CountingDataset(), 4, shuffle=True, num_workers=2))
+add_loader("shuffled", rows_of(24))
+add_loader("two workers", rows_of(32, num_workers=2))
+add_loader("persistent workers", rows_of(32, num_workers=2, persistent_workers=True))
+add_loader("in order, to an incomplete batch", rows_of(23, shuffle=False))
+add_loader("own generator", lambda: rows_of(24, generator=torch.Generator().manual_seed(0))())
+add_loader("drawing sampler", lambda: rows_of(24, shuffle=False, sampler=DrawingSampler(24))(), part="rng")
+add_loader("generator on first use", lambda: DataLoader(LazyDataset(has_attribute=False), batch_size=4, shuffle=True))
+add_loader("iter that unpacks", lambda: UnpackingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
+add_loader("iter that maps", lambda: MappingLoader(NoisyDataset(24), batch_size=4, shuffle=True))
+add_loader("no length", lambda: Unsized(NoisyDataset(24), batch_size=4, sampler=DrawingSampler(24)), apart="ahead")
+add_loader("counting data set and sampler with states", counted, apart="counts", ranks=False, part="objects")
+add_loader("counting data set in workers", lambda: DataLoader(CountingDataset(), 4, shuffle=True, num_workers=2))
 
 
 @row("train", part="loaders", shows="content")
@@ -73,13 +66,13 @@ def functions_that_draw() -> DataLoader[Tensor]:
 
 # A part of the batches.
 
-carried(
+add_loader(
     "6 batches of a loader without a length",
     lambda: Unsized(HoldingDataset(48), 4, shuffle=True, num_workers=2, persistent_workers=True),
     trainer={"limit_train_batches": 6},
     apart="ahead",
 )
-carried("overfit", lambda: DataLoader(HoldingDataset(48), 4), trainer={"overfit_batches": 6}, alone=True)
+add_loader("overfit", lambda: DataLoader(HoldingDataset(48), 4), trainer={"overfit_batches": 6}, alone=True)
 add(
     "part of the validation",
     part="loaders",
@@ -97,12 +90,12 @@ def pair(long: int = 24, short: int = 12) -> dict[str, DataLoader[Any]]:
     return {"long": rows_of(long)(), "short": DataLoader(HoldingDataset(short), batch_size=4, shuffle=True)}
 
 
-carried("nested", lambda: [rows_of(20)(), pair()])
-carried("ends with the shortest", lambda: CombinedLoader(pair(40, 24), "min_size"), alone=True)
-carried("until all have ended", lambda: CombinedLoader(pair(), "max_size"), alone=True)
-carried(
+add_loader("nested", lambda: [rows_of(20)(), pair()])
+add_loader("ends with the shortest", lambda: CombinedLoader(pair(40, 24), "min_size"), alone=True)
+add_loader("until all have ended", lambda: CombinedLoader(pair(), "max_size"), alone=True)
+add_loader(
     "no length, beside a cycled one",
     lambda: {**pair(), "long": Unsized(HoldingDataset(24), batch_size=4)},
     apart="ahead",
 )
-carried("tensors", lambda: [torch.arange(96.0).reshape(6, 4, 4)], part="", shows=())
+add_loader("tensors", lambda: [torch.arange(96.0).reshape(6, 4, 4)], part="", shows=())

@@ -1,4 +1,4 @@
-"""Optimizers, their groups, and schedulers, also those that keep state elsewhere or wrap others."""
+"""Optimizers, their groups, and schedulers, also those that keep state elsewhere or wrap others, and arguments."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ for interval, frequency in (("epoch", 2), ("step", 6)):
     scheduled(f"plateau at each {frequency}. {interval}", plateau(interval, frequency), trainer=halves)
 scheduled("drawn rates", drawn, part="objects", shows="sum_of_rates")
 add("bf16-mixed", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}, takes="precision")
+add("accumulation", part="gradients", shows="weights", trainer={"accumulate_grad_batches": 3}, repeats=3)
+add("clipping", trainer={"gradient_clip_val": 0.1})
+add("async_save", options={"async_save": True}, repeats=12)
 add("max_steps in windows", trainer={"max_steps": 7, "max_epochs": -1, "accumulate_grad_batches": 2}, repeats=2)
 
 

@@ -23,14 +23,14 @@ from lightning_faulttolerant import (
 )
 from lightning_faulttolerant.streaming.format.writer import MDSWriter
 from tests.laws.data_sets import NoisyCollate, NoisyDataset, SizedStream, StatefulStream, Stream, UnevenStream, noise
-from tests.laws.rows import add, row
+from tests.laws.rows import add_loader, row
 
 
 def stream(name: str, make: Callable[[], Any], **arguments: Any) -> None:
     """Add a loader of an iterable data set."""
     values = {key: arguments.pop(key) for key in ("trainer", "apart", "alone") if key in arguments}
     train = lambda: DataLoader(make(), **{"batch_size": 4, **arguments})  # noqa: E731 - a row's function
-    add(name, **{"part": "loaders", "shows": "content", "train": train, "apart": "ahead", **values})
+    add_loader(name, train, **{"apart": "ahead", **values})
 
 
 class SamplerStream(Stream):
@@ -72,18 +72,14 @@ class Many(Dataset[Tensor]):
         return torch.full((4,), index / NUM_MANY) + 0.1 * torch.randn(4)
 
 
-add(
+add_loader(
     "interruptible",
-    part="loaders",
-    shows="content",
-    train=lambda: DataLoader(NoisyDataset(24), 4, sampler=InterruptibleSampler(range(24), seed=3)),
+    lambda: DataLoader(NoisyDataset(24), 4, sampler=InterruptibleSampler(range(24), seed=3)),
     takes="epochs told",
 )
-add(
+add_loader(
     "ten billion samples",
-    part="loaders",
-    shows="content",
-    train=lambda: DataLoader(Many(), 4, sampler=InterruptibleDistributedSampler(NUM_MANY, order="feistel")),
+    lambda: DataLoader(Many(), 4, sampler=InterruptibleDistributedSampler(NUM_MANY, order="feistel")),
     trainer={"limit_train_batches": 6},
 )
 

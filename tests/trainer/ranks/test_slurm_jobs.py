@@ -20,7 +20,7 @@ from lightning_faulttolerant.early_signals import EARLY
 from tests.laws.ranks import FOR_RANKS
 from tests.trainer.ranks.stopped_ranks import rank_fit, rank_processes
 
-pytestmark = [*FOR_RANKS, pytest.mark.filterwarnings("ignore:The `srun` command is available")]
+pytestmark = FOR_RANKS
 
 
 class SlowBatches(Callback):
