@@ -39,7 +39,7 @@ class Script:
         path: str = "/scripts/script.py",
     ) -> None:
         self._output = Path(tempfile.mkstemp(suffix=".txt")[1])
-        script = functools.partial(_as_script, main, arguments, path)
+        script = functools.partial(as_script, main, arguments, path)
         self.process_id = fork_and_run(script, output=self._output, seed=seed)
 
     def is_running(self) -> bool:
@@ -61,7 +61,7 @@ class Script:
         return Ended(os.waitstatus_to_exitcode(status), self.printed())
 
 
-def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
+def as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
     """Run `main` with arguments, and then Python's cleanup at exit."""
     atexit._clear()
     sys.modules["__main__"].__file__ = path

@@ -1,7 +1,5 @@
 """A directory with a manifest: each changed byte is found, nothing outside is read, and extra files are not damage."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -1,7 +1,5 @@
 """AtomicDirectory in one process: publishing, keeping, deleting, and recovering."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

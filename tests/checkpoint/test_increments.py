@@ -1,7 +1,5 @@
 """Incremental autosaves: what is written, what is referred to, and what is left when either file is gone or damaged."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

@@ -1,7 +1,5 @@
 """Our part of a checkpoint: its keys and values are checked, and each rank reads its own state only, undamaged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

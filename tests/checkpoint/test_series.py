@@ -1,7 +1,5 @@
 """A series finds the newest autosave that verifies, file or set of shards, in any store, and touches no other file."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

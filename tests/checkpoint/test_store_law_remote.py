@@ -1,7 +1,5 @@
 """The store law where a save is requests to a store: whichever fails or comes after a kill, the last autosave loads."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

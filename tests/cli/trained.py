@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from tests import processes
 from tests.harness import python
 
 ROOT = Path(__file__).parents[2]
@@ -15,13 +15,7 @@ TRAINING = Path(__file__).with_name("training.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a process ended, and what it printed."""
-
-    exit_code: int
-    output: str
-
+class Ended(processes.Ended):
     def lines(self) -> list[str]:
         """Return what a replay itself has printed, without the script's output."""
         return self.output[self.output.index("Replay of fit") :].splitlines()

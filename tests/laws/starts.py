@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import _thread
-import atexit
+import functools
 import os
 import queue
 import re
@@ -27,6 +27,7 @@ from tests.laws.processes import fork, signal_to
 from tests.laws.rows import Group, Row
 from tests.laws.runs import QUIET
 from tests.messages import plain
+from tests.processes import as_script
 
 _OF_ROWS = {"module", "train", "validation", "callbacks", "data", "trainer"}
 _OF_OTHERS = re.compile(
@@ -119,28 +120,22 @@ class Script:
 
     def run(self, start: Start) -> None:
         """Do in this process what a start does."""
-        atexit._clear()
-        sys.modules["__main__"].__file__ = str(self.root / start.path)
-        sys.argv = [os.path.basename(start.path), *start.argv]
+        as_script(functools.partial(self._main, start), start.argv, str(self.root / start.path))
+
+    def _main(self, start: Start) -> None:
         sys.orig_argv = ["python", *sys.argv]
         os.environ["PL_FAULT_TOLERANT_REGISTRY"] = str(self.root / "registry")
         os.environ.update({name: value.replace("DIR", str(self.root)) for name, value in start.environment.items()})
         os.chdir(self.root)
-        try:
-            if start.before is not None:
-                start.before(self.root)
-            if callable(start.fits):
-                start.fits(self)
-            elif len(start.fits) == 1:
-                self.fit(**start.fits[0])  # not in a loop: a script with a loop has several fits
-            else:
-                for fit in start.fits:
-                    self.fit(**fit)
-        except BaseException as error:
-            sys.last_value = error
-            raise
-        finally:
-            atexit._run_exitfuncs()
+        if start.before is not None:
+            start.before(self.root)
+        if callable(start.fits):
+            start.fits(self)
+        elif len(start.fits) == 1:
+            self.fit(**start.fits[0])  # not in a loop: a script with a loop has several fits
+        else:
+            for fit in start.fits:
+                self.fit(**fit)
 
     def fit(
         self,

@@ -1,7 +1,5 @@
 """What Azure's and Google's clients do differently from S3's."""
 
-from __future__ import annotations
-
 import fsspec
 import pytest
 

@@ -1,7 +1,5 @@
 """One process holds the lock of a run at a time, on a disk or in a store; a dead holder loses it, and notices."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """What an object store promises beyond other stores: checked uploads, no lost parts, no stale listings."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
