@@ -135,12 +135,16 @@ class Training:
         returned = run_stage(trainer, self.group, self.stage, self.ckpt_path)
         write_end(path, trainer, returned)
 
+    def ended(self, cut: Cut | None = None, *, code: int = 0, **options: Any) -> Start:
+        """Start it; each rank must end by the cut, or with this exit code."""
+        start, expected = self.start(cut, **options), cut.exit_code if cut else code
+        if {*start.codes} != {expected}:
+            raise Broken(f"It ended with the exit codes {start.codes}, not {expected}.\n{start.output}")
+        return start
+
     def finished(self) -> Start:
         """Start it once without a cut; it must finish."""
-        start = self.start()
-        if any(start.codes):
-            raise Broken(f"It ended with the exit codes {start.codes}.\n{start.output}")
-        return start
+        return self.ended()
 
 
 def run_stage(trainer: Trainer, group: Group, stage: str | Script, ckpt_path: Path | None = None) -> list[Any]:

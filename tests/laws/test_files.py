@@ -104,7 +104,7 @@ def test_files_of_an_interrupted_run(split: int, chain: str, tmp_path: Path) -> 
     expected = whole(group, tmp_path / "whole")
     training = Training(group=group, root=tmp_path / "cut")
     for cut in CHAINS[chain]:
-        assert training.start(cut).codes == [cut.exit_code], training.starts[-1].output
+        training.ended(cut)
     training.finished()
     assert contents(tmp_path / "cut") == expected
 
@@ -137,12 +137,11 @@ def test_start_from_its_own_file(name: str, tmp_path: Path) -> None:
     group, note = writing([name], ["csv"], max_epochs=3), tmp_path / "note"
     expected = whole(group, tmp_path / "whole")
     killed = Training(group=group, root=tmp_path / "killed", more=lambda: [KillAfterSave(3, note)])
-    assert killed.start(every_n_train_steps=1000).codes == [-signal.SIGKILL]
+    killed.ended(code=-signal.SIGKILL, every_n_train_steps=1000)
     path = Path(note.read_text().splitlines()[-1])
     resumed = Training(group=group, root=killed.root, ckpt_path=path)
     resumed.starts = killed.starts  # so that the next one is not the first
-    start = resumed.start(every_n_train_steps=1000)
-    assert start.codes == [0], start.output
+    start = resumed.ended(every_n_train_steps=1000)
     assert "Resumed exactly" in start.output
     found = contents(killed.root)
     kept = str(path.relative_to(killed.root))
@@ -162,10 +161,10 @@ def test_own_hook_of_a_model_checkpoint(tmp_path: Path, snapshot: SnapshotAssert
     arguments = {"enable_checkpointing": True}
     row = Row(name="own", callbacks=lambda: Own(dirpath="checkpoints", every_n_train_steps=3), trainer=arguments)
     training = Training(group=Group(rows=(row,)), root=tmp_path / "run")
-    assert training.start(Cut(at=(1, 1), every=1000)).codes == [-signal.SIGKILL]
+    training.ended(Cut(at=(1, 1), every=1000))
     training.ckpt_path = training.root / "checkpoints/epoch=0-step=6.ckpt"
-    assert training.start(Cut(at=(0, 3), every=1000)).codes == [-signal.SIGKILL]
-    assert training.start(every_n_train_steps=1000, auto_resume=False).codes == [1]
+    training.ended(Cut(at=(0, 3), every=1000))
+    training.ended(code=1, every_n_train_steps=1000, auto_resume=False)
     lines = plain("\n".join(start.output for start in training.starts), DIR=training.root).splitlines()
     assert "\n".join(line for line in lines if ("exact" in line or "Own." in line) and "self._" not in line) == snapshot
 
@@ -220,7 +219,7 @@ def test_directories_that_do_not_continue(tmp_path: Path, snapshot: SnapshotAsse
     before = contents(tmp_path)
     two = tmp_path / "two"
     for training.group in (writing_to(two, "csv", Fails()), writing_to(two, accumulate_grad_batches=5)):
-        assert training.start().codes == [1]
+        training.ended(code=1)
         assert {name: content for name, content in contents(tmp_path).items() if not name.startswith("two")} == before
     shutil.rmtree(tmp_path / "one")
     training.group = writing_to(tmp_path / "three")

@@ -113,11 +113,10 @@ def test_ranks_on_gpus(name: str, tmp_path: Path) -> None:
 def test_run_of_a_gpu_does_not_continue_without_one(tmp_path: Path) -> None:
     """A GPU run is refused on a machine without one, with an error that says so, and its files stay."""
     training = Training(group=Group(rows=(ON_GPU,)), root=tmp_path)
-    assert training.start(Cut(at=(0, 2)), run_id="gpu").codes == [-9]
+    training.ended(Cut(at=(0, 2)), run_id="gpu")
     training.group = Group(rows=(Row(name="cpu", trainer={"accelerator": "cpu", "devices": 1}),))
     training.before = lambda: os.environ.update(CUDA_VISIBLE_DEVICES="")
-    refused = training.start(run_id="gpu")
-    assert refused.codes == [1], refused.output
+    refused = training.ended(code=1, run_id="gpu")
     assert "device 'cuda', which this process does not have" in refused.output
     training.group, training.before = Group(rows=(ON_GPU,)), None
     assert "Resumed exactly" in training.start(run_id="gpu").output

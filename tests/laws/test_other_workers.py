@@ -83,8 +83,7 @@ def test_other_workers(name: str, tmp_path: Path) -> None:
     end = 0
     for number, (cut, num_workers) in enumerate(zip(cuts, (0, 2, 3, 0), strict=True)):
         changing.num_workers = num_workers
-        start = training.start(cut)
-        assert start.codes == [cut.exit_code if cut else 0], start.output
+        start = training.ended(cut)
         [(begin, until)] = assert_same(whole, start, name=f"start {number}")
         assert begin <= end, f"start {number} leaves out events {end} to {begin}"
         end = until
@@ -104,8 +103,7 @@ def test_other_workers_are_refused(name: str, tmp_path: Path, snapshot: Snapshot
     place, make, worker_rng = REFUSED[name]
     changing = Changing(make, place=place, worker_rng=worker_rng)
     training = Training(group=changing.group, root=tmp_path)
-    assert training.start(Cut(at=(0, 3))).codes == [-signal.SIGKILL]
+    training.ended(Cut(at=(0, 3)))
     changing.num_workers = 2
-    start = training.start()
-    assert start.codes == [1], start.output
+    start = training.ended(code=1)
     assert refusal(start.output, tmp_path) == snapshot

@@ -134,8 +134,7 @@ def test_multiples_that_are_kept(
     training = Training(group=PLAIN, root=tmp_path, before=on_sync(functools.partial(no_room, full)))
     filling = At({(0, 2): full.touch, (0, 3): full.unlink} if is_full else {})
     training.more = lambda: [filling, FlightRecorder(rule=None, keep_every=3)]
-    start = training.start(**options)
-    assert start.codes == [0], start.output
+    start = training.ended(**options)
     assert ("could not be saved" in start.output) == is_full
     assert kept(tmp_path) == expected
 
@@ -219,7 +218,7 @@ def test_damaged_autosaves(num_damaged: int, tmp_path: Path) -> None:
     """A damaged autosave costs the work of one interval; if all are damaged, that is an error, not a fresh start."""
     [whole] = whole_of(PLAIN)
     training = Training(group=Group(rows=(*PLAIN.rows, Row(name="changes", options=CHANGES))), root=tmp_path)
-    assert training.start(Cut(at=(0, 4))).codes == [-signal.SIGKILL]
+    training.ended(Cut(at=(0, 4)))
     for path in autosaves(tmp_path)[-num_damaged:]:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -344,7 +343,7 @@ def test_killed_while_it_resumes(tmp_path: Path) -> None:
     before = autosaves(tmp_path)
     for hook in ("on_load_checkpoint", "on_train_start", "on_train_batch_start"):
         training.more = lambda hook=hook: [Dies(hook)]
-        assert training.start().codes == [-signal.SIGKILL]
+        training.ended(code=-signal.SIGKILL)
         assert autosaves(tmp_path) == before
     training.more = list
     assert_rest(training, (0, 3))
@@ -400,8 +399,7 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
 
     training = Training(group=PLAIN, root=tmp_path, before=on_sync(Writes(3, act=act)))
     training.more = lambda: [At({(0, 3): stop})]
-    start = training.start(async_save=True, **BUDGET)
-    assert start.codes == [143], start.output
+    training.ended(code=143, async_save=True, **BUDGET)
     assert training.said("could not be written in the background")
     training.before, training.more = None, list
     assert_rest(training, (0, 4))
@@ -449,8 +447,7 @@ def test_errors_that_end_a_run(name: str, tmp_path: Path, snapshot: SnapshotAsse
     """A state that could not be restored, a place that never worked, and an error of the user's own are raised."""
     row, options, strike, num_batches = ERRORS[name]
     training = Training(group=Group(rows=(row,)), root=tmp_path, before=on_sync(strike) if strike else None)
-    start = training.start(**options)
-    assert start.codes == [1], start.output
+    start = training.ended(code=1, **options)
     assert sum(each["kind"] == "batch" for each in start.events[0]) == num_batches
     error = [line for line in start.output.splitlines() if re.match(r"[\w.]*Error: ", line)][-1]
     assert training.told(error) == snapshot
