@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,18 @@ class Struck(Exception):  # noqa: N818 - reads as a plain statement
     """The exception of a cut."""
 
 
+def end(by: int) -> None:
+    """End this process by a signal, or raise if it is 0."""
+    if not by:
+        raise Struck
+    os.kill(os.getpid(), by)
+
+
+def ends_in(hook: str, by: int = signal.SIGKILL) -> Callback:
+    """Return a callback that ends the process at the first call of a hook."""
+    return LambdaCallback(**{hook: lambda *_: end(by)})
+
+
 class Cuts(Callback):
     """Ends the process at a cut; never, without one."""
 
@@ -68,9 +81,7 @@ class Cuts(Callback):
             return
         if batch is not None and batch != cut.at[1]:
             return
-        if not cut.by:
-            raise Struck
-        os.kill(os.getpid(), cut.by)
+        end(cut.by)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         self.strike(trainer, "batch", batch_idx)

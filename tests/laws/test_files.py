@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from syrupy.assertion import SnapshotAssertion
 
-from tests.laws.cuts import Cut
+from tests.laws.cuts import Cut, ends_in
 from tests.laws.files import Knows, Late, contents
 from tests.laws.rows import Group, Row
 from tests.laws.runs import Training
@@ -205,20 +205,16 @@ def test_files_stay_with_the_first_start(logger: str, tmp_path: Path) -> None:
     assert contents(root) == whole(writing_to(tmp_path / "whole" / "one", logger), tmp_path / "whole")
 
 
-class Fails(Callback):
-    """Ends the fit before the run restores anything."""
-
-    def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
-        raise ZeroDivisionError
-
-
 def test_directories_that_do_not_continue(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     """A fit that fails, or is refused, before it resumes changes nothing; a removed directory is not made again."""
     training = Training(group=writing_to(tmp_path / "one"), root=tmp_path)
     training.start(FIRST)
     before = contents(tmp_path)
     two = tmp_path / "two"
-    for training.group in (writing_to(two, "csv", Fails()), writing_to(two, accumulate_grad_batches=5)):
+    for training.group in (
+        writing_to(two, "csv", ends_in("on_fit_start", 0)),
+        writing_to(two, accumulate_grad_batches=5),
+    ):
         training.ended(code=1)
         assert {name: content for name, content in contents(tmp_path).items() if not name.startswith("two")} == before
     shutil.rmtree(tmp_path / "one")

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant import FaultTolerance
-from tests.laws.cuts import Cut, Cuts
+from tests.laws.cuts import Cut, Cuts, ends_in
 from tests.laws.events import Events
 from tests.laws.rows import Net, Rows
 from tests.laws.runs import QUIET
@@ -48,13 +48,6 @@ class WideNet(Net):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
-
-
-class Ends(Callback):
-    """Ends the process before anything is saved."""
-
-    def __init__(self, hook: str, signum: int) -> None:
-        setattr(self, hook, lambda *_: os.kill(os.getpid(), signum))
 
 
 def train(path: Path, cut: Callback, **config: Any) -> None:
@@ -92,11 +85,11 @@ SCENARIOS: dict[str, list[Start]] = {
     "from the command line": [start(*ADDED, cut=kill(0, 3, signal.SIGTERM), **NOTHING), start(*ADDED, **NOTHING)],
     "changed configuration": [start(cut=kill(0, 3)), start(max_epochs=3)],
     "killed before anything was saved": [
-        start(HERE, cut=Ends("on_fit_start", signal.SIGKILL), logger=False), start(HERE, logger=False),
+        start(HERE, cut=ends_in("on_fit_start"), logger=False), start(HERE, logger=False),
         start(HERE, logger=False), start(HERE, logger=False),
     ],
     "stopped before anything was saved": [
-        start(HERE, cut=Ends("on_sanity_check_start", signal.SIGTERM), logger=False), start(HERE, logger=False),
+        start(HERE, cut=ends_in("on_sanity_check_start", signal.SIGTERM), logger=False), start(HERE, logger=False),
     ],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import main
-from tests.laws.cuts import Cut, Struck
+from tests.laws.cuts import Cut, Struck, ends_in
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.rows import Group, Row, rows_of
 from tests.laws.runs import Training
@@ -86,30 +86,10 @@ def test_history_of_a_run_with_each_kind_of_end(tmp_path: Path, snapshot: Snapsh
     assert found.items() <= told.items()
 
 
-class EndsAtStart(Callback):
-    """Ends a fit before its first batch."""
-
-    def __init__(self, end: Callable[[], object]) -> None:
-        self.end = end
-
-    def on_fit_start(self, *_: Any) -> None:
-        self.end()
-
-
-def fail() -> None:
-    """Raise an error."""
-    raise Struck("no data")
-
-
-def die() -> None:
-    """Kill this process."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def fit_and_fail(trainer: Trainer, module: LightningModule, group: Group) -> None:
     """Fit, and fail afterwards."""
     trainer.fit(module, **group.data())
-    fail()
+    raise Struck
 
 
 # What each start does, besides a fit that finishes, and its options; then the reasons of all ends in each chapter.
@@ -118,7 +98,7 @@ STORIES: dict[str, tuple[Sequence[tuple[Does, dict[str, Any]]], list[list[str | 
     "run again": ([(None, {}), (None, {})], [["finished"], ["finished"]]),
     "started over": ([(Cut(at=(0, 3)), {}), (None, {"auto_resume": False})], [[None], ["finished"]]),
     "never at a batch": (
-        [(EndsAtStart(fail), {}), (EndsAtStart(die), {}), (None, {})],
+        [(ends_in("on_fit_start", 0), {}), (ends_in("on_fit_start"), {}), (None, {})],
         [["Struck", None, "finished"]],
     ),
     "an error after the fit": ([(fit_and_fail, {}), (None, {})], [["finished", "finished"]]),

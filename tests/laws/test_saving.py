@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant import FlightRecorder
 from tests.emulators import EMULATORS, WARNING
-from tests.laws.cuts import At, Cut, on_sync
+from tests.laws.cuts import At, Cut, ends_in, on_sync
 from tests.laws.data_sets import NoisyDataset
 from tests.laws.events import Broken, slice_of
 from tests.laws.features.any_iterables import ReadsAhead
@@ -329,20 +329,13 @@ def test_what_an_end_costs(name: str, tmp_path: Path) -> None:
     assert end_of_last == len(whole)
 
 
-class Dies(Callback):
-    """Kills the process while it starts."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def test_killed_while_it_resumes(tmp_path: Path) -> None:
     """However often that happens, the autosaves stay as they are, and the run continues from the newest."""
     training = Training(group=PLAIN, root=tmp_path)
     training.start(Cut(at=(0, 3)))
     before = autosaves(tmp_path)
     for hook in ("on_load_checkpoint", "on_train_start", "on_train_batch_start"):
-        training.more = lambda hook=hook: [Dies(hook)]
+        training.more = lambda hook=hook: [ends_in(hook)]
         training.ended(code=-signal.SIGKILL)
         assert autosaves(tmp_path) == before
     training.more = list

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.storage.store import open_store
+from tests.laws.cuts import At
 from tests.processes import run
 from tests.runs import fit_net
 from tests.s3 import CREDENTIALS, s3_server
-
-
-class SaysThatItTrains(Callback):
-    def on_train_batch_start(self, *_: Any) -> None:
-        print("a batch was trained")
 
 
 def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
@@ -27,7 +22,8 @@ def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
 
     def main() -> None:
         os.environ.update(CREDENTIALS, AWS_MAX_ATTEMPTS="1", **environment)
-        fit_net([FaultTolerance(dirpath), SaysThatItTrains()], directory)
+        says = LambdaCallback(on_train_batch_start=lambda *_: print("a batch was trained"))
+        fit_net([FaultTolerance(dirpath), says], directory)
 
     ended = run(main)
     assert (ended.exit_code == 0) == ("a batch was trained" in ended.output)
@@ -52,13 +48,12 @@ def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch:
 def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:
     """A run that has lost its lock fails at its next save, before it overwrites the new owner's autosaves."""
 
-    class LosesTheLock(Callback):
-        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 3:
-                [name] = open_store(s3).names()
-                open_store(f"{s3}/{name}").delete("run.lock")
+    def lose_the_lock() -> None:
+        [name] = open_store(s3).names()
+        open_store(f"{s3}/{name}").delete("run.lock")
 
-    ended = run(lambda: fit_net([FaultTolerance(s3, every_n_train_steps=1), LosesTheLock()], tmp_path))
+    callbacks = [FaultTolerance(s3, every_n_train_steps=1), At({(0, 3): lose_the_lock})]
+    ended = run(lambda: fit_net(callbacks, tmp_path))
     assert ended.exit_code == 1
     assert "RunInUseError: The lock of this run" in ended.output
     [name] = open_store(s3).names()

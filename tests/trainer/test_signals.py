@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -10,10 +9,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance, TrainingStopped
@@ -26,6 +23,7 @@ from lightning_faulttolerant.trainer.signals import (
     checked_deadline,
     signal_reason,
 )
+from tests.laws.cuts import ends_in
 from tests.runs import fit_net
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -169,28 +167,15 @@ def test_longest_batch_counts() -> None:
 # A fit that a signal or an exception ends
 
 
-class StopInSanityCheck(Callback):
-    """Requests a stop before anything is trained."""
-
-    def on_sanity_check_start(self, trainer: Trainer, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Fails(Callback):
-    """Raises after the first autosave is created."""
-
-    def on_after_backward(self, *_: Any) -> None:
-        raise ZeroDivisionError
-
-
 def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a stop in the sanity check, the next start begins where this one did: here at a checkpoint."""
     given = tmp_path / "given.ckpt"
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(given)
+    stops = ends_in("on_sanity_check_start", signal.SIGTERM)
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
-        fit_net([FaultTolerance(tmp_path, run_id="run"), StopInSanityCheck()], tmp_path, ckpt_path=given)
+        fit_net([FaultTolerance(tmp_path, run_id="run"), stops], tmp_path, ckpt_path=given)
     assert f"To continue from {given}, type: " in caplog.text
 
 
@@ -204,7 +189,7 @@ def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> N
     ours = FaultTolerance(dirpath=tmp_path / "autosaves")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     with pytest.raises(OSError, match="no space left"):
-        fit_net([ours, Fails()], tmp_path, logger=BreaksInTheEnd(tmp_path))
+        fit_net([ours, ends_in("on_after_backward", 0)], tmp_path, logger=BreaksInTheEnd(tmp_path))
     left = [signal.getsignal(signum) for signum in before]
     for signum, handler in before.items():
         signal.signal(signum, handler)
