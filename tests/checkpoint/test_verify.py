@@ -22,7 +22,7 @@ from lightning_faulttolerant.checkpoint.ranks import RankReader
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.checkpoint.writers import write_manifest
-from tests.damage import Payload, bytes_of
+from tests.damage import Payload, bytes_of, change_a_weight
 from tests.messages import error_of, plain
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}
@@ -182,9 +182,7 @@ def test_refusal_to_unpickle_is_not_damage(tmp_path, legacy):
     torch.load(path, weights_only=False)
     assert (tmp_path / "made").exists(), "this file runs nothing: the test could not have failed"
     if not legacy:  # damage comes before a refusal: an older one may be sound
-        data = bytearray(path.read_bytes())
-        data[data.index(bytes(4 * LARGE)) + 9] ^= 1
-        path.write_bytes(data)
+        change_a_weight(path)
         error_of(DamagedCheckpointError, lambda: load_file(path))
 
 

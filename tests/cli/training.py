@@ -83,8 +83,6 @@ class Net(LightningModule):
 
 
 class Notes(Callback):
-    """Writes a note below the root directory."""
-
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         with open(os.path.join(trainer.default_root_dir, "note"), "a") as file:
             file.write(f"{trainer.global_step}\n")

@@ -94,8 +94,6 @@ class Jitter:
 
 
 class Compose:
-    """Applies transforms one after the other."""
-
     def __init__(self, *transforms: Any) -> None:
         self.transforms = list(transforms)
 
@@ -118,8 +116,6 @@ class TransformedDataset(NoisyDataset):
 
 
 class PythonShuffle(Sampler[int]):
-    """Shuffles with Python's global generator."""
-
     def __init__(self, length: int = 32) -> None:
         self.length = length
 

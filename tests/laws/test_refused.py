@@ -32,8 +32,6 @@ CUT = Cut(at=(1, 3))
 
 
 class Swaps(Factor):
-    """Swaps two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.twins = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])

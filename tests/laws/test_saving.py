@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant import FlightRecorder
+from tests.damage import change_a_weight
 from tests.emulators import EMULATORS, WARNING
 from tests.laws.cuts import At, Cut, ends_in, on_sync
 from tests.laws.data_sets import NoisyDataset
@@ -220,10 +221,7 @@ def test_damaged_autosaves(num_damaged: int, tmp_path: Path) -> None:
     training = Training(group=Group(rows=(*PLAIN.rows, Row(name="changes", options=CHANGES))), root=tmp_path)
     training.ended(Cut(at=(0, 4)))
     for path in autosaves(tmp_path)[-num_damaged:]:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        content[len(content) // 2 + 300] ^= 1  # one of them is no padding
-        path.write_bytes(content)
+        change_a_weight(path)
     if num_damaged == 2:
         with pytest.raises(Broken, match="NoValidCheckpointError"):
             training.finished()

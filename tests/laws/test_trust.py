@@ -28,8 +28,6 @@ SOMEBODY = 12345
 
 
 class Encoder:
-    """Has classes."""
-
     def __init__(self) -> None:
         self.classes = ["left", "right"]
 

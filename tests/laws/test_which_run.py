@@ -45,8 +45,6 @@ TIMES = ("runs/2026-11-24_10-00", "runs/2026-11-24_11-30")
 
 
 class Named(Net):
-    """Has hyperparameters."""
-
     values: Any = MappingProxyType({"lr": 0.1})
 
     def __init__(self) -> None:

@@ -16,8 +16,6 @@ _SERVER = {"features": [], "featureFlags": [], "cliVersionInfo": {"max_cli_versi
 
 
 class WandbServer(ThreadingHTTPServer):
-    """The server, with its runs by id."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.runs: dict[str, dict[str, Any]] = {}

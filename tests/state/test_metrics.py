@@ -97,8 +97,7 @@ def test_tensors_in_attributes_come_back() -> None:
     assert fresh["map"].compute().tolist() == [2.0, 3.0]
 
 
-class Plain(nn.Module):
-    """A user's module."""
+class Plain(nn.Module): ...
 
 
 def holder() -> Any:

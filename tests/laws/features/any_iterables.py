@@ -300,8 +300,6 @@ class Scaled(DataLoader[Any]):
 
 
 class Scales(Callback):
-    """Sets the scale of the trainer's loader."""
-
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         [loader] = of_kind(trainer.train_dataloader, Scaled)
         loader.scale += 0.25

@@ -24,8 +24,6 @@ from tests.laws.rows import Factor, Net, carried, row
 
 
 class Phase(Enum):
-    """The phase of a training."""
-
     WARM_UP = "warm-up"
     MAIN = "main"
 

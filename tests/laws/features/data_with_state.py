@@ -101,8 +101,6 @@ class CountsAndCaches(NoisyDataset):
 
 
 class CountingCollate:
-    """Counts its batches."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -299,8 +299,6 @@ MANUAL = ("argument accumulate_grad_batches", "argument gradient_clip_val")
 
 
 class ByHand(Net):
-    """Steps its optimizers manually."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

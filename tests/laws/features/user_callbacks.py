@@ -50,8 +50,6 @@ class ChangesTrainer(Callback):
 
 
 class Scales(Callback):
-    """Multiplies a value in each batch."""
-
     def __init__(self, by: float) -> None:
         self.by, self.value = by, 1.0
 

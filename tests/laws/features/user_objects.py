@@ -21,8 +21,6 @@ from tests.laws.rows import Factor, Net, carried, row
 
 @dataclass
 class Progress:
-    """The progress of a training."""
-
     num_steps: int = 0
     best: float = math.inf
     losses: list[float] = field(default_factory=list)

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.loader.resumable import ResumableDataLoader
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState, contents_of
-from lightning_faulttolerant.state.objects.saved import LOST, contents_of
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer.run.fingerprint import loader_fingerprint
 from tests.laws.data_sets import NoisyDataset

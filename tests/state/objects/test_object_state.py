@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.leaves import plain_of
-from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
+from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.state.reachable import global_path

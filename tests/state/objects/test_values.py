@@ -51,8 +51,6 @@ class Tag(str):
 
 
 class Count(int):
-    """A number of a custom class."""
-
     __slots__ = ()
 
 
@@ -60,12 +58,10 @@ class Triple(tuple[int, ...]):
     """A tuple that is not a named tuple."""
 
 
-class Texts(dict[str, Any]):
-    """A dict of a class."""
+class Texts(dict[str, Any]): ...
 
 
-class Lists(list[Any]):
-    """A list of a class."""
+class Lists(list[Any]): ...
 
 
 @dataclass
@@ -348,8 +344,7 @@ class Wrapping(Tensor):
         return args[0]
 
 
-class OwnPath(type(pathlib.Path())):  # type: ignore[misc]
-    """A path of a custom class."""
+class OwnPath(type(pathlib.Path())): ...  # type: ignore[misc]
 
 
 class Refuses:

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.trainer.files import compat
-from tests.damage import Payload
+from tests.damage import Payload, change_a_weight
 from tests.messages import error_of
 from tests.runs import fit_net
 
@@ -41,9 +41,7 @@ def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
     """A flipped bit that Lightning's plugin takes for a weight is an error, whatever `weights_only` says."""
     path = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
-    content = bytearray(path.read_bytes())
-    content[content.index(bytes(CHECKPOINT["state_dict"]["weight"].numpy())) + 6] ^= 64
-    path.write_bytes(content)
+    change_a_weight(path)
     assert TorchCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].tolist() != [0, 1, 2]
     for weights_only in (None, True, False):
         with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt is damaged"):
