@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import pytest
 from lightning_faulttolerant import FaultTolerance, FaultToleranceError
 from lightning_faulttolerant.errors import OPTIONS_VARIABLE, speak_of_variable, worded
 from lightning_faulttolerant.trainer.settings import EXAMPLE, option_names
-from tests.docs.pages import ROOT
+from tests.docs.sources import messages
 
 NAMES = option_names(FaultTolerance.__init__)
 # About a setting that the user wrote, or about another object's argument of that name.
@@ -70,38 +69,6 @@ def test_advice_names_the_argument(text: str) -> None:
     """In a script that adds the callback, the text stays as it is."""
     assert worded(text) == text
     assert str(FaultToleranceError(text)) == text
-
-
-def messages() -> list[str]:
-    """Return all texts that the package may print; a value inside a text is a separate line in it."""
-    return [
-        text
-        for path in (ROOT / "lightning_faulttolerant").rglob("*.py")
-        for text in _texts(ast.parse(path.read_text(encoding="utf-8")))
-    ]
-
-
-def _texts(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return
-    text = _text(node)
-    if text is not None:
-        yield text
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _texts(child)
-
-
-def _text(node: ast.AST) -> str | None:
-    """Return the text of a node, with an empty line for each value in it, or `None` if it is not a text."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) or "\n\n" for part in node.values)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = _text(node.left), _text(node.right)
-        return None if left is None and right is None else f"{left or chr(10)}{right or chr(10)}"
-    return None
 
 
 def advice() -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
@@ -21,6 +22,8 @@ from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION
 from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import must_note_fetches
 from lightning_faulttolerant.trainer.objects.objects import RELOADS
+from lightning_faulttolerant.trainer.objects.roots import Roots
+from lightning_faulttolerant.trainer.objects.start_values import StartValues
 from lightning_faulttolerant.trainer.patches import Method, pass_over_idle_hooks, then
 from lightning_faulttolerant.trainer.process import OBJECTS, Registered, without_collections
 from lightning_faulttolerant.trainer.ranks.strategies import BUCKETS, Buckets
@@ -30,7 +33,7 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
 from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
 from lightning_faulttolerant.trainer.save.contents import HookSaves
-from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
 from lightning_faulttolerant.trainer.sections import follow_buffers, follow_steps
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.steps.flight_recorder import StepRecorder
@@ -57,6 +60,7 @@ class Session(AnySession):
         self._is_interrupted = False
         self._reloads = Reloads(trainer)
         self._recorder: StepRecorder | None = None
+        self._started: StartValues | None = None
         self._training: Training | None = None
         """The fit itself, once it begins: a finder's own fit has none."""
 
@@ -86,7 +90,7 @@ class Session(AnySession):
         trainer, around, wrap = self.trainer, self._patches.around, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
-        around(connector, "resume_start", self._restoring.around_resume_start)
+        around(connector, "resume_start", self._around_resume_start)
         around(connector, "restore_training_state", self._restoring.around_restore_training_state)
         around(connector, "restore_callbacks", self._restoring.around_restore_callbacks)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
@@ -111,6 +115,12 @@ class Session(AnySession):
         around(val_loop, "on_run_end", self._around_validation_end)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
         wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_evaluation_fetch)
+
+    def _around_resume_start(self, original: Method, *args: Any, **kwargs: object) -> None:
+        if self._started is None:
+            callbacks = named_callbacks(compat.callbacks(self.trainer))
+            self._started = StartValues(Roots(self.trainer, callbacks).owners())
+        self._restoring.around_resume_start(original, *args, **kwargs)
 
     def _save_interrupted(self, exception: BaseException) -> None:
         if self._recorder is not None:
@@ -170,7 +180,7 @@ class Session(AnySession):
         if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
             run_state.validation.before_sanity_check()
-        self._reloads = run_state.objects.reloads
+        self._reloads, run_state.objects.started = run_state.objects.reloads, self._started
         self._fingerprint.settings()
         if self._resume is None:
             skipped.begin(self._patches, {}, None)

@@ -31,6 +31,7 @@ from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
 from lightning_faulttolerant.state.objects.object_state import ObjectState, is_no_data
 from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of
+from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.identity.compat import loaders_by_place
@@ -39,6 +40,7 @@ from lightning_faulttolerant.trainer.loaders.reloads import Reloads
 from lightning_faulttolerant.trainer.loaders.trackers import followed_loaders
 from lightning_faulttolerant.trainer.objects.roots import FIT_LOOP, Roots, made_at_epoch_start, rules_of
 from lightning_faulttolerant.trainer.objects.splits import Splits, parts_of_loaders
+from lightning_faulttolerant.trainer.objects.start_values import StartValues
 from lightning_faulttolerant.trainer.position import FINISHED, FIT, function_of
 from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.schedulers import lost_by_callbacks
@@ -177,6 +179,9 @@ class Objects:
         self.keeps_bytes = False
         """Whether autosaves may hold objects as bytes that only their library can read."""
         self._sanity_check = _SanityCheck()
+        self.started: StartValues | None = None
+        """What the hooks at the start of the fit are compared with."""
+        self._set_at_start: dict[str, set[str]] = {}
         owners = {"module": trainer.lightning_module, "datamodule": compat.datamodule(trainer)}
         self.splits = Splits(None if manual else {**loaders_by_place(trainer), **owners})
         """The parts of splits, as they were before training."""
@@ -230,6 +235,9 @@ class Objects:
         state.forget(self._sanity_check.made)
         self._sanity_check = _SanityCheck()
         state.carry_copies((*module.parameters(), *module.buffers()), replaced=not module.trainer.is_global_zero)
+        if self.started is not None:
+            self._set_at_start = self.started.found(state)
+            state.carry(self._set_at_start)
         for path in state.things_of(is_loader_iterator):
             if is_global(path):
                 continue  # the script may have taken a batch from it; it is reported if training draws from it
@@ -316,7 +324,11 @@ class Objects:
         ]
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
         lost += self._load_stores(state.get(STORES, {}))
+        before = current.contents(self._set_at_start)
         lost += current.load_state_dict(_without_callbacks(state, keep=self._roots.callbacks.keys()))
+        now = current.contents(self._set_at_start)
+        others = [name for name, one in before.items() if digests_of(now.get(name)) != digests_of(one)]
+        self.notes += [f"{name} has the value that a start hook gave it in the first process" for name in others]
         return lost
 
     def compared(self, state: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:

@@ -75,7 +75,8 @@ def _end(
     if other is None:
         if num:
             others = repetition.num_logged_otherwise
-            logged = f". Logged values differ {others} times, as those of a clock do" if others else ""
+            times = f"{others} time{'s' * (others != 1)}"
+            logged = f". Logged values differ {times}, as those of a clock do" if others else ""
             tell(
                 f"{num} repeated {'batch was' if num == 1 else 'batches were'} identical to those of {process}{logged}"
             )

@@ -203,9 +203,9 @@ class Repetition:
         return step
 
     def _wrap_log(self, original: Method) -> Method:
-        def log_metrics(metrics: object, *args: object, **kwargs: object) -> object:
-            self._logged = sampled_digest(metrics, self._logged)
-            return original(metrics, *args, **kwargs)
+        def log_metrics(*args: object, **kwargs: object) -> object:
+            self._logged = sampled_digest(args[0] if args else kwargs.get("metrics"), self._logged)
+            return original(*args, **kwargs)  # unchanged: a logger may accept them by name only
 
         return log_metrics
 
@@ -265,8 +265,9 @@ class Repetition:
             kind = next((kind for kind, then, now in pairs if then and now and then != now), None)
             kind = kind if before.place == line.place else PLACE
             if kind is None:
+                # What was logged right before the first one is not known.
+                self.num_logged_otherwise += self.num_repeated > 0 and before.logged != line.logged
                 self.num_repeated += 1
-                self.num_logged_otherwise += before.logged != line.logged
                 if not self.known:
                     self._on_end(self, None)
             elif self._on_end(self, OtherBatch(kind=kind, function=self._function, now=line, before=before)):

@@ -1,0 +1,76 @@
+"""The numbers that hooks at the start of a fit set on the user's objects.
+
+They may follow from the weights, from a draw, or from a batch, which are others in a later process. So the first
+process' values are the run's. A reading of a clock belongs to its process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_MAX_BYTES = 1 << 20  # it is written with each save
+_MAX_ITEMS = 1_000
+_MISSING = object()
+
+
+@final
+class StartValues:
+    """Notes the attributes of some objects before these hooks.
+
+    Args:
+        owners: The objects whose hooks they are, by path.
+    """
+
+    def __init__(self, owners: Mapping[str, object]) -> None:
+        self._owners = owners
+        self._began = [clock() for clock in _CLOCKS]
+        self._before = {path: {n: (one, _items(one)) for n, one in _of(owner)} for path, owner in owners.items()}
+
+    def found(self, state: ObjectState) -> dict[str, set[str]]:
+        """Return the objects with numbers that have been set since, by path, each with the names of its parts."""
+        between = [(began, clock()) for began, clock in zip(self._began, _CLOCKS, strict=True)]
+
+        def is_number(value: object) -> bool:
+            return type(value) is float and not any(first <= value <= last for first, last in between)
+
+        changed = [
+            f"{path}.{name}"
+            for path, owner in self._owners.items()
+            for name, one in _of(owner)
+            if not _is_same(self._before[path].get(name, (_MISSING, None)), one)
+        ]
+        return state.parts_below(changed, lambda value: is_number(value) or _has_numbers(value, is_number))
+
+
+def _of(owner: object) -> Iterator[tuple[str, object]]:
+    return iter(() if owner is None else list(kinds.attributes(owner).items()))
+
+
+def _items(value: object) -> list[object] | None:
+    is_short = type(value) in (list, dict) and kinds.num_items(value) <= _MAX_ITEMS
+    return [*value.items()] if is_short and isinstance(value, dict) else [*value] if is_short else None  # type: ignore[misc]
+
+
+def _is_same(before: tuple[object, list[object] | None], now: object) -> bool:
+    value, items = before
+    return value is now and (items is None or list(map(id, items)) == list(map(id, _items(now) or ())))
+
+
+def _has_numbers(value: Any, is_number: Any) -> bool:
+    """Return whether a value is a short container of numbers, or a small tensor or array of them."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and not isinstance(value, torch.nn.Parameter) and value.nbytes <= _MAX_BYTES
+    if kinds.is_numpy(value, "ndarray"):
+        return bool(value.dtype.kind == "f") and value.nbytes <= _MAX_BYTES
+    if type(value) not in (list, tuple, dict) or not 0 < len(value) <= _MAX_ITEMS:
+        return False
+    return all(map(is_number, value.values() if isinstance(value, dict) else value))
