@@ -446,6 +446,19 @@ def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> No
     trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen)
 
 
+def epoch_length(trainer: Trainer) -> int | None:
+    """Return how many batches the epoch in progress has: its loaders may have had another length when it began."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return None if fetcher is None else fetcher.length
+
+
+def set_epoch_length(trainer: Trainer, length: int | None) -> None:
+    """Restore the value of `epoch_length`."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None and length is not None and fetcher.length not in (None, length):
+        fetcher.length, fetcher.done = length, fetcher.fetched >= length
+
+
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether gradients of an unfinished accumulation window exist at this boundary."""
     epoch_loop = trainer.fit_loop.epoch_loop

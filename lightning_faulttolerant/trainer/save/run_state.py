@@ -362,7 +362,8 @@ PARTS = (
         load_trainer_state,
         when=lambda at: at.is_fit,
         for_others=MERGED,
-        derived=frozenset({"validation_is_set_up"}),  # by a finder of this process
+        # By a finder of this process; of the last epoch, if another one begins.
+        derived=frozenset({"validation_is_set_up", "epoch_length"}),
     ),
     Part("callbacks", "what callbacks keep and do not save", _callbacks_state, _load_callbacks),
     # `ValidationRun` continues there.

@@ -17,6 +17,7 @@ def trainer_state(trainer: Trainer) -> dict[str, object]:
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "num_training_batches": trainer.num_training_batches,
+        "epoch_length": compat.epoch_length(trainer),
         "val_check_batch": getattr(trainer, "val_check_batch", None),
         "validation_is_set_up": compat.are_set_up(trainer, for_training=False),
         "reload_epochs": compat.reload_epochs(trainer),
@@ -29,6 +30,8 @@ def load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Restore the attributes of a trainer."""
     trainer.should_stop = state["should_stop"]
     trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    if state["num_training_batches"] == trainer.num_training_batches:  # of as many ranks, and by the same limit
+        compat.set_epoch_length(trainer, state["epoch_length"])
     if state["validation_is_set_up"]:
         compat.set_up_validation(trainer)
     compat.set_reload_epochs(trainer, state["reload_epochs"])
