@@ -298,6 +298,7 @@ def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
     elif _is_walked(type(value)):
         left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
         yield from ((("attribute", name), child) for name, child in attributes(value) if name not in left_out)
+        yield from ((("attribute", name), method) for name, method in _closures_of(type(value)))
 
 
 def is_pythons(key: object) -> bool:
@@ -331,6 +332,14 @@ def _is_opaque_module(module: str) -> bool:
 def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Cache a function's result for each class."""
     return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
+
+
+@once_per_kind
+def _closures_of(kind: type) -> tuple[tuple[str, types.FunctionType], ...]:
+    """Return the methods of a user's class that use variables of a function around it."""
+    found = [item for base in kind.__mro__[::-1] if is_users(base) for item in vars(base).items()]
+    functions = {name: one for name, one in found if isinstance(one, types.FunctionType)}
+    return tuple((name, one) for name, one in functions.items() if set(one.__code__.co_freevars) - {"__class__"})
 
 
 @once_per_kind
