@@ -94,6 +94,7 @@ class ResumedEpoch:
                 original(data_fetcher)
             compat.set_not_restarting(trainer)
             return
+        run_state.objects.reloads.apply_again()
         if self._where != EPOCH_END:
             loaders.renew(state)
         with loaders.iterated_by_trainer():

@@ -341,7 +341,8 @@ def _is_ipythons(name: str) -> bool:
 
 
 def _is_code(value: object) -> bool:
-    return is_named(value) or hasattr(type(value), "__get__") or type(value).__module__ in ("typing", "abc", "_abc")
+    is_descriptor = hasattr(type(value), "__get__") and not is_users(type(value))
+    return is_named(value) or is_descriptor or type(value).__module__ in ("typing", "abc", "_abc")
 
 
 def attributes(value: object) -> dict[str, object]:

@@ -76,6 +76,7 @@ class Reloads:
         self._state: ObjectState | None = None
         self._request: _Request | None = None
         self._to_repeat: dict[str, Mapping[str, Any]] = {}
+        self._repeated: Mapping[str, Any] = {}
         self.last: dict[str, Mapping[str, Any]] = {}
         """The last request of each stage, in their order: the trainer's values then, and the changes to the objects."""
         self.changed: dict[str, set[str]] = {}
@@ -114,11 +115,20 @@ class Reloads:
         if request.repeated is not None:
             request.changes = request.repeated["objects"]
             self._load(request, request.changes)
+            self._repeated = request.changes if request.stage == TRAIN else self._repeated
         elif compat.are_due(self._trainer, for_training=request.stage == TRAIN):
             changes = self._state.state_dict()
             request.changes = changes if changes[NODES] else {}
         for path, content in request.changes.get(NODES, {}).items():
             self.changed.setdefault(path, set()).update(parts_of(content))
+
+    def apply_again(self) -> None:
+        """Put back the changes that the training loaders were requested with: they may share lists with other objects.
+
+        Call it before these loaders are iterated over, and before all objects are restored.
+        """
+        if self._state is not None and self._repeated.get(NODES):
+            self._state.load_state_dict(self._repeated)
 
     def follow(self, loader: object) -> object:
         """Follow the objects of a requested loader, too, and return the loader."""

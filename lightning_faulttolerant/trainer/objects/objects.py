@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,11 +137,13 @@ class _Baseline:
         state: The state of the objects when training begins.
         structure: The modules of the model then; ``None`` if only registered state is saved.
         lost: What callbacks can't carry in their own states, by path, with the reason.
+        callbacks: The Trainer's callbacks.
     """
 
     state: ObjectState
     structure: Structure | None
     lost: Mapping[str, str]
+    callbacks: Sequence[Callback]
 
 
 class Objects:
@@ -230,7 +232,8 @@ class Objects:
         module = self._roots.module
         structure = None if self._manual else Structure(module)
         lost = lost_by_callbacks(module, self._roots.callbacks) if function_of(module.trainer) == FIT else {}
-        self._baseline = _Baseline(state=state, structure=structure, lost=lost)
+        callbacks = [*compat.callbacks(module.trainer)]
+        self._baseline = _Baseline(state=state, structure=structure, lost=lost, callbacks=callbacks)
         state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)
         self._sanity_check = _SanityCheck()
@@ -290,6 +293,10 @@ class Objects:
             )
             for path, reason in live.items()
         }
+        known = set(map(id, baseline.callbacks))
+        added = [one for one in compat.callbacks(self._roots.module.trainer) if id(one) not in known]
+        reason = "a callback that training has added; pass it to the Trainer, and let it wait"
+        found |= {f"callbacks[{type(one).__qualname__!r}]": reason for one in added}
         return {**found, **baseline.lost, **(baseline.structure.lost() if baseline.structure is not None else {})}
 
     def _replayed(self, current: ObjectState, lost: Mapping[str, str]) -> list[str]:

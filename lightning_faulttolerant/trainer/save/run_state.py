@@ -323,7 +323,19 @@ def _of_module(name: str, title: str, read: Any, load: Any, **more: Any) -> Part
 
 # How a loader has come to its place: another process has come another way.
 _WAY_OF_A_LOADER = frozenset(
-    ("share", "recent", "digests", "log", "handed_out", "num_samples", "fetched", "ahead", "objects", "now", "had_workers")
+    (
+        "share",
+        "recent",
+        "digests",
+        "log",
+        "handed_out",
+        "num_samples",
+        "fetched",
+        "ahead",
+        "objects",
+        "now",
+        "had_workers",
+    )
 )
 
 OF_RUN = (GROUPS, REPLACED, GROWN, CREATED, BUCKETS, SKIPPED)
