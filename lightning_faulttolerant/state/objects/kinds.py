@@ -22,6 +22,7 @@ import sys
 import threading
 import types
 import uuid
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -253,6 +254,9 @@ def is_walked(value: object) -> bool:
     return _is_walked_kind(type(value))
 
 
+WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+
+
 @once_per_kind
 def _is_walked_kind(kind: type) -> bool:
     module = kind.__module__ or ""
@@ -266,6 +270,8 @@ def _is_walked_kind(kind: type) -> bool:
         return False
     if module == "queue" or (module == "threading" and kind.__name__ in _WALKED_OF_THREADING):
         return True  # their locks are live, their content is state
+    if kind in WEAK:
+        return True
     root = module.partition(".")[0]
     if root in _LIVE_ROOTS | _DATA_ROOTS and (root in _LIGHTNINGS or not is_users(kind)):
         # A class of a notebook or an extension may also name `builtins`; those with attributes are walked.

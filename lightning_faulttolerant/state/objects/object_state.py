@@ -293,6 +293,10 @@ class ObjectState:
             if turns[path] > 1 and self._parts_changed(node):
                 continue  # its owner has restored it
             missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
+        for weak in (node.value for node in self._graph.nodes.values() if type(node.value) in kinds.WEAK):
+            items = list(weak) if isinstance(weak, kinds.WEAK[-1]) else dict(weak)
+            weak.clear()
+            weak.update(items)  # with references that notice the end of their objects
         return missing
 
     @contextmanager
