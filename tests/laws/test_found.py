@@ -1,0 +1,184 @@
+"""What testers have found: state of scripts that began again without a word."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from tests.laws.cuts import Cut
+from tests.laws.rows import Group, Net, Row, Rows, rows_of
+from tests.laws.runs import Training, whole_run
+
+
+class Grows(Dataset[Tensor]):
+    """Grows with each epoch."""
+
+    def __init__(self) -> None:
+        self.num = 16
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), float(index))
+
+
+class Growing(Rows):
+    """Has a data set that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data, self.labelled = Grows(), list(range(16))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, 4, shuffle=True)
+
+
+class Labels(Growing):
+    """Has a new subset of its data in each epoch, by a list that grows."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(rows_of(24)().dataset, self.labelled), 4, shuffle=True)
+
+
+class Learns(Net):
+    """Lets its data grow."""
+
+    def on_train_epoch_end(self) -> None:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data.data.num += 4
+        data.labelled += range(4)
+
+
+class Smaller(Net):
+    """Has smaller batches in each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        sampler: Any = self.trainer.train_dataloader.batch_sampler  # type: ignore[union-attr]
+        sampler.batch_size -= 1
+
+
+def closing_over(rng: Any) -> type:
+    """Return a class whose method draws from a variable around the class."""
+
+    class Draws(Net):
+        def loss(self, batch: Tensor) -> Tensor:
+            return super().loss(batch) * (1 + rng.random())
+
+    return Draws
+
+
+class Factor:
+    """A descriptor that holds its value."""
+
+    value = 1.0
+
+    def __get__(self, owner: object, kind: Any = None) -> Any:
+        return self if owner is None else self.value
+
+    def __set__(self, owner: object, value: float) -> None:
+        self.value = value
+
+
+class Describes(Net):
+    """Has a factor that falls."""
+
+    factor = Factor()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.factor = self.factor * 0.97
+        return super().loss(batch) * self.factor
+
+
+class Weak(Net):
+    """Counts by an object that it does not own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = Grows()
+        self.counts = weakref.WeakKeyDictionary({self.key: 0})
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.counts[self.key] += 1
+        return super().loss(batch) * (1 + 0.01 * self.counts[self.key])
+
+
+def load_config() -> Any:
+    """Load a file by its path, as scripts do with their configuration."""
+    path = Path("config.py")
+    path.write_text("factor = 1.0")
+    spec = importlib.util.spec_from_file_location("config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    config = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config)
+    return config
+
+
+class Configured(Net):
+    """Changes its configuration."""
+
+    def setup(self, stage: str) -> None:
+        global configuration
+        configuration = load_config()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        configuration.factor *= 0.97
+        return super().loss(batch) * configuration.factor
+
+
+configuration: Any = None
+
+EACH_EPOCH = {"reload_dataloaders_every_n_epochs": 1}
+FOUND: dict[str, Callable[[], Row]] = {
+    "a data set that grows": lambda: Row(name="grows", module=Learns, data=Growing, trainer=EACH_EPOCH),
+    "a list that grows": lambda: Row(name="labels", module=Learns, data=Labels, trainer=EACH_EPOCH),
+    "smaller batches": lambda: Row(name="smaller", module=Smaller),
+    "a generator of NumPy around a class": lambda: Row(name="draws", module=closing_over(np.random.default_rng(2))),
+    "a generator of Python around a class": lambda: Row(name="draws", module=closing_over(random.Random(2))),
+    "a descriptor": lambda: Row(name="describes", module=Describes),
+    "a weak dictionary": lambda: Row(name="weak", module=Weak),
+    "a file that importlib has loaded": lambda: Row(name="configured", module=Configured),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found_state_continues(name: str, tmp_path: Path) -> None:
+    """A run that is stopped, so that no batch shows a difference, continues as the uninterrupted one."""
+    group = Group(rows=(FOUND[name](),))
+    whole = whole_run(group, tmp_path / "whole")[0][-1]
+    training = Training(group=group, root=tmp_path / "stopped")
+    training.start(Cut(at=(1, 2), by=signal.SIGTERM))
+    assert training.start().events[0][-1] == whole, training.starts[-1].output
+
+
+class Added(Callback):
+    """Is added in the middle of a training."""
+
+
+class Adds(Callback):
+    """Adds a callback."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.callbacks.append(Added())
+
+
+def test_callback_that_training_adds_is_named(tmp_path: Path) -> None:
+    """A new process does not add it, so a resume is refused, with what to do."""
+    training = Training(group=Group(rows=(Row(name="adds", callbacks=Adds),)), root=tmp_path)
+    training.start(Cut(at=(1, 2), by=signal.SIGTERM))
+    refused = training.start()
+    assert refused.codes == [1], refused.output
+    assert "callbacks['Added']: a callback that training has added; pass it to the Trainer" in refused.output
