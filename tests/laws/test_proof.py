@@ -550,6 +550,13 @@ class AtStart(Net):
     factors: Mapping[str, float] = MappingProxyType({})
     """None in the sanity check."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants = {"edited": 0.25 if "edited" in PLACES else 0.5}
+
+    def on_train_end(self) -> None:
+        assert self.constants == {"edited": 0.25 if "edited" in PLACES else 0.5}
+
     def on_fit_start(self) -> None:
         if self.norm is None:
             self.norm = self.layers[0].weight.detach().norm().item()
@@ -574,12 +581,13 @@ class AtStart(Net):
 
 
 def test_numbers_of_start_hooks_are_those_of_the_first_process(tmp_path: Path) -> None:
-    """What a hook at the start sets from weights, a draw, or a batch is the run's; a time is that of its process."""
+    """What a start hook sets from weights, a draw, or a batch is the run's; a time and an edit are of this process."""
     group = Group(rows=(Row(name="at start", module=AtStart),))
     whole = whole_run(group, tmp_path / "whole")[0][-1]
     training = Training(group=group, root=tmp_path / "stopped")
     training.start(CUT)
     training.more = lambda: [MovesClock()]
+    training.before = see("edited")
     assert training.start().events[0][-1] == whole, training.starts[-1].output
 
 

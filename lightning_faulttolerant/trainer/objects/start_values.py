@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.tensors import is_readable
 
-_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_CLOCKS = (time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time)
 _MAX_BYTES = 1 << 20  # it is written with each save
 _MAX_ITEMS = 1_000
 _MISSING = object()
@@ -31,6 +32,8 @@ class StartValues:
     """
 
     def __init__(self, owners: Mapping[str, object]) -> None:
+        for owner in owners.values():
+            getattr(owner, "hparams", None)  # they are created on first access
         self._owners = owners
         self._began = [clock() for clock in _CLOCKS]
         self._before = {path: {n: (one, _items(one)) for n, one in _of(owner)} for path, owner in owners.items()}
@@ -55,9 +58,10 @@ def _of(owner: object) -> Iterator[tuple[str, object]]:
     return iter(() if owner is None else list(kinds.attributes(owner).items()))
 
 
-def _items(value: object) -> list[object] | None:
-    is_short = type(value) in (list, dict) and kinds.num_items(value) <= _MAX_ITEMS
-    return [*value.items()] if is_short and isinstance(value, dict) else [*value] if is_short else None  # type: ignore[misc]
+def _items(value: Any) -> list[object] | None:
+    if type(value) not in (list, dict) or len(value) > _MAX_ITEMS:
+        return None
+    return [*value, *value.values()] if type(value) is dict else [*value]
 
 
 def _is_same(before: tuple[object, list[object] | None], now: object) -> bool:
@@ -68,7 +72,8 @@ def _is_same(before: tuple[object, list[object] | None], now: object) -> bool:
 def _has_numbers(value: Any, is_number: Any) -> bool:
     """Return whether a value is a short container of numbers, or a small tensor or array of them."""
     if isinstance(value, Tensor):
-        return value.is_floating_point() and not isinstance(value, torch.nn.Parameter) and value.nbytes <= _MAX_BYTES
+        is_own = is_readable(value) and not isinstance(value, torch.nn.Parameter)
+        return is_own and value.is_floating_point() and value.nbytes <= _MAX_BYTES
     if kinds.is_numpy(value, "ndarray"):
         return bool(value.dtype.kind == "f") and value.nbytes <= _MAX_BYTES
     if type(value) not in (list, tuple, dict) or not 0 < len(value) <= _MAX_ITEMS:
