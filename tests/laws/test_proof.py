@@ -587,8 +587,11 @@ def test_numbers_of_start_hooks_are_those_of_the_first_process(tmp_path: Path) -
     training = Training(group=group, root=tmp_path / "stopped")
     training.start(CUT)
     training.more = lambda: [MovesClock()]
-    training.before = see("edited")
     assert training.start().events[0][-1] == whole, training.starts[-1].output
+    training = Training(group=group, root=tmp_path / "edited")
+    training.start(CUT)
+    training.before = see("edited")
+    assert training.start().codes == [0], training.starts[-1].output
 
 
 class MovesClock(Callback):
