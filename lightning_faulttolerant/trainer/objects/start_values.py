@@ -17,7 +17,7 @@ from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.tensors import is_readable
 
-_CLOCKS = (time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time)
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)  # those of the processor are near small numbers
 _MAX_BYTES = 1 << 20  # it is written with each save
 _MAX_ITEMS = 1_000
 _MISSING = object()
