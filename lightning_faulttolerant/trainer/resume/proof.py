@@ -86,11 +86,9 @@ def _plain(value: object) -> object:
         return _LeafMark(repr(value))  # NaN equals itself, and 0.0 is not -0.0
     if isinstance(value, bytes):
         return _LeafMark(f"{len(value)} bytes", value)
-    return (
-        value
-        if isinstance(value, _NUMBERS)
-        else _LeafMark(f"a {type(value).__qualname__}", updated(START, (value,), set()))
-    )
+    if isinstance(value, _NUMBERS):
+        return value
+    return _LeafMark(f"a {type(value).__qualname__}", updated(START, (value,), set()))
 
 
 def _mark_of(tensor: Tensor) -> _LeafMark:
