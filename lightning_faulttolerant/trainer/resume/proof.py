@@ -7,6 +7,8 @@ may be another one in each process.
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.digests import START, sample_digest, updated
+from lightning_faulttolerant.loader.digests import sample_digest
 from lightning_faulttolerant.state.objects.graph import is_at
 from lightning_faulttolerant.state.tensors import content_hash, is_readable, shard_of
 from lightning_faulttolerant.trainer import compat
@@ -88,7 +90,18 @@ def _plain(value: object) -> object:
         return _LeafMark(f"{len(value)} bytes", value)
     if isinstance(value, _NUMBERS):
         return value
-    return _LeafMark(f"a {type(value).__qualname__}", updated(START, (value,), set()))
+    return _LeafMark(f"a {type(value).__qualname__}", _digest_of(value))
+
+
+def _digest_of(value: object) -> int:
+    """Return a checksum of an object: of its pickle, or else of its attributes."""
+    try:  # a pickle shows which parts are shared; a copy shares the same as the next copy
+        blob = pickle.dumps(value)
+        if b"torch" not in blob:  # that of a tensor has its address
+            return zlib.crc32(pickle.dumps(pickle.loads(blob)))
+    except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+        pass
+    return sample_digest(value)
 
 
 def _mark_of(tensor: Tensor) -> _LeafMark:
