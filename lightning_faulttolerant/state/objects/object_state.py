@@ -144,18 +144,6 @@ class ObjectState:
         holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
         self.carry({path: {CONTENT} for path in copies if _holder_of(path) in holders})
 
-    def parts_below(self, paths: Collection[str], is_one: Callable[[object], bool]) -> dict[str, set[str]]:
-        """Return the values that satisfy `is_one` at some paths and below them, in the form of `changed`."""
-        found: dict[str, set[str]] = {}
-        for path, node in self._graph.nodes.items() if paths else ():
-            own = kinds.attributes(node.value) if node.attributes is not None else {}
-            parts = {name for name, one in own.items() if is_within(f"{path}.{name}", paths) and is_one(one)}
-            if node.mark is not None and is_within(path, paths) and is_one(node.value):
-                parts = {CONTENT}
-            if parts:
-                found[path] = parts
-        return found
-
     def contents(self, parts: Mapping[str, set[str]]) -> dict[str, object]:
         """Return the current content of these parts, by path."""
         return contents_of(self._state_of(parts))

@@ -239,8 +239,7 @@ class Objects:
         self._sanity_check = _SanityCheck()
         state.carry_copies((*module.parameters(), *module.buffers()), replaced=not module.trainer.is_global_zero)
         if self.started is not None:
-            self._set_at_start = self.started.found(state)
-            state.carry(self._set_at_start)
+            self._set_at_start = self.started.carry(state, self._roots.rules)
         for path in state.things_of(is_loader_iterator):
             if is_global(path):
                 continue  # the script may have taken a batch from it; it is reported if training draws from it

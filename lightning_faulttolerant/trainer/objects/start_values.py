@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.walk import Rules, attributes_of
 from lightning_faulttolerant.state.tensors import is_readable
 
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)  # those of the processor are near small numbers
@@ -38,20 +39,31 @@ class StartValues:
         self._began = [clock() for clock in _CLOCKS]
         self._before = {path: {n: (one, _items(one)) for n, one in _of(owner)} for path, owner in owners.items()}
 
-    def found(self, state: ObjectState) -> dict[str, set[str]]:
-        """Return the objects with numbers that have been set since, by path, each with the names of its parts."""
+    def carry(self, state: ObjectState, rules: Rules) -> dict[str, set[str]]:
+        """Let a state carry the numbers that have been set since. Return their names, by the path of their owner.
+
+        Args:
+            state: The state of these objects and others.
+            rules: What it leaves out.
+        """
         between = [(began, clock()) for began, clock in zip(self._began, _CLOCKS, strict=True)]
 
         def is_number(value: object) -> bool:
             return type(value) is float and not any(first <= value <= last for first, last in between)
 
-        changed = [
-            f"{path}.{name}"
-            for path, owner in self._owners.items()
-            for name, one in _of(owner)
-            if not _is_same(self._before[path].get(name, (_MISSING, None)), one)
-        ]
-        return state.parts_below(changed, lambda value: is_number(value) or _has_numbers(value, is_number))
+        known, parts = {*state.paths}, dict[str, set[str]]()
+        for path, owner in self._owners.items():
+            own = attributes_of(owner, rules) if path in known else None
+            found = [
+                (n, one)
+                for n, one in (own or {}).items()
+                if not _is_same(self._before[path].get(n, (_MISSING, None)), one)
+            ]
+            numbers = {n: one for n, one in found if is_number(one) or _has_numbers(one, is_number)}
+            state.forget(one for one in numbers.values() if type(one) is not float)  # so it is carried whole
+            parts[path] = {*numbers}
+        state.carry(parts)
+        return {path: names for path, names in parts.items() if names}
 
 
 def _of(owner: object) -> Iterator[tuple[str, object]]:
