@@ -144,6 +144,11 @@ class ObjectState:
         holders = {_holder_of(path) for path, tensor in copies.items() if not is_constant(tensor)}
         self.carry({path: {CONTENT} for path in copies if _holder_of(path) in holders})
 
+    def contents_at(self, values: Iterable[object]) -> dict[str, set[str]]:
+        """Return the contents of those of these values that can change in place, in the form of `changed`."""
+        paths = (self._graph.path_of(value) for value in values)
+        return {path: {CONTENT} for path in paths if path in self._graph.nodes and self._graph.nodes[path].mark}
+
     def contents(self, parts: Mapping[str, set[str]]) -> dict[str, object]:
         """Return the current content of these parts, by path."""
         return contents_of(self._state_of(parts))

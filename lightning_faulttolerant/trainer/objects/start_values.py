@@ -40,7 +40,7 @@ class StartValues:
         self._before = {path: {n: (one, _items(one)) for n, one in _of(owner)} for path, owner in owners.items()}
 
     def carry(self, state: ObjectState, rules: Rules) -> dict[str, set[str]]:
-        """Let a state carry the numbers that have been set since. Return their names, by the path of their owner.
+        """Let a state carry the numbers that have been set since. Return them in the form of its `changed`.
 
         Args:
             state: The state of these objects and others.
@@ -60,8 +60,8 @@ class StartValues:
                 if not _is_same(self._before[path].get(n, (_MISSING, None)), one)
             ]
             numbers = {n: one for n, one in found if is_number(one) or _has_numbers(one, is_number)}
-            state.forget(one for one in numbers.values() if type(one) is not float)  # so it is carried whole
-            parts[path] = {*numbers}
+            parts |= state.contents_at(numbers.values())  # other objects may hold them, too
+            parts[path] = parts.get(path, set()) | numbers.keys()
         state.carry(parts)
         return {path: names for path, names in parts.items() if names}
 
