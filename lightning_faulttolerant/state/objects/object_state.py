@@ -373,6 +373,7 @@ class ObjectState:
                 decoder.fill(node.value, content[CONTENT])
         now = kinds.attributes(node.value) if before else {}
         loaded = {name for name, value in before.items() if now.get(name, _MISSING) is not value}
+        own_state = self._mark_of_state(node.value) if before and "attributes" in content else None
         for name, encoded in content.get("attributes", ()):
             if name in loaded:
                 continue
@@ -382,6 +383,9 @@ class ObjectState:
                     set_attribute(node.value, name, value)
         for name in content.get("gone", ()):
             delete_attribute(node.value, name)
+        if own_state is not None and self._mark_of_state(node.value) != own_state:
+            for name, value in now.items():  # its state counts on what `load_state_dict` has left
+                set_attribute(node.value, name, value)
         return missing
 
     def _mark_of_state(self, value: Any) -> object:

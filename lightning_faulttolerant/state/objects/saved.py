@@ -33,6 +33,16 @@ def is_within(path: str, owners: Collection[str]) -> bool:
     return any(is_at(path, owner) for owner in owners)
 
 
+def without_parts(nodes: Mapping[str, Any], parts: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """Return the nodes of a state without these parts of them."""
+    found = {}
+    for path, content in nodes.items():
+        names = parts.get(path, ())
+        kept = {name: one for name, one in content.items() if name not in names}
+        found[path] = {**kept, "attributes": [one for one in content.get("attributes", ()) if one[0] not in names]}
+    return found
+
+
 def filled_in(state: Mapping[str, Any]) -> list[str]:
     """Return the paths of the containers and tensors whose contents a state, if it isn't empty, holds."""
     return [path for path, content in state.get(NODES, {}).items() if CONTENT in content]

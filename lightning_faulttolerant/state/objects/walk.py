@@ -108,8 +108,9 @@ def _with_detached(
     modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
     """Yield modules, and globals that do not belong to a module."""
-    held = (one for _, module in modules for one in list(vars(module).values()) if isinstance(one, types.ModuleType))
-    # A file that `importlib` has loaded by its path need not be in `sys.modules`.
+    # A file that `importlib` has loaded by its path need not be in `sys.modules`. Other classes of modules may import
+    # theirs when they are read.
+    held = (one for _, module in modules for one in list(vars(module).values()) if type(one) is types.ModuleType)
     others = {one.__name__: one for one in held if one.__name__ not in sys.modules and is_users_module(one)}
     names = {name for name, _ in modules} | others.keys()
     yield from (*modules, *others.items())

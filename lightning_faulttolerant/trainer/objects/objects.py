@@ -30,7 +30,7 @@ from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
 from lightning_faulttolerant.state.objects.object_state import ObjectState, is_no_data
-from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of
+from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of, without_parts
 from lightning_faulttolerant.state.packing import digests_of
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
@@ -85,7 +85,7 @@ def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 _HOOKS = ("on_load_checkpoint", "load_state_dict")
-STORES, RELOADS, SPLITS = "stores", "reloads", "splits"
+STORES, RELOADS, SPLITS, NUM_RANKS = "stores", "reloads", "splits", "num_ranks"
 _CALLBACK = re.compile(r"callbacks\['(.*?#\d+)'\]")
 
 
@@ -277,6 +277,7 @@ class Objects:
         }
         state[RELOADS] = self.reloads.state_dict()
         state[SPLITS] = self.splits.state_dict()
+        state[NUM_RANKS] = self._roots.module.trainer.world_size
         self._tell(state[LOST], strict=strict)
         if where == FINISHED:  # a run that trains further sets its own limits
             state[NODES].pop(FIT_LOOP, None)
@@ -331,7 +332,7 @@ class Objects:
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
         lost += self._load_stores(state.get(STORES, {}))
         before = current.contents(self._set_at_start)
-        lost += current.load_state_dict(_without_callbacks(state, keep=self._roots.callbacks.keys()))
+        lost += current.load_state_dict(self._of_this_run(state))
         now = current.contents(self._set_at_start)
         others = [name for name, one in before.items() if digests_of(now.get(name)) != digests_of(one)]
         self.notes += [f"{name} has the value that a start hook gave it in the first process" for name in others]
@@ -341,13 +342,20 @@ class Objects:
         """Return the contents of everything in a state, and the live ones: of objects by path, of stores by name."""
         if self._baseline is None or not state:
             return {}, {}
-        saved, current = _without_callbacks(state, keep=self._roots.callbacks.keys()), self._baseline.state
+        saved, current = self._of_this_run(state), self._baseline.state
         current.keeps_bytes = True
         live = unpickled(current.values_of(saved))
         stores = {
             name: _encoded(name, self._registered[name][0], {}) for name in state[STORES].keys() & self._registered
         }
         return {**contents_of(saved), **state[STORES]}, {**contents_of(live), **stores}
+
+    def _of_this_run(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without callbacks that are gone, and without what start hooks set for other ranks."""
+        found: dict[str, Any] = {**_without_callbacks(state, keep=self._roots.callbacks.keys())}
+        if state[NUM_RANKS] != self._roots.module.trainer.world_size:
+            found[NODES] = without_parts(found[NODES], self._set_at_start)
+        return found
 
     def _load_stores(self, states: Mapping[str, Any]) -> list[str]:
         stores = self._registered

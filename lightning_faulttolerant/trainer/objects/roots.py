@@ -109,7 +109,8 @@ def schedulers_of(trainer: Trainer) -> list[object]:
 
 def may_leave_out(value: Any) -> bool:
     """Return whether the ``state_dict`` of an optimizer or a scheduler is not torch's: it may lack a part of it."""
-    return not getattr(type(value).state_dict, "__module__", "").startswith(_OF_TORCH)
+    module = getattr(getattr(type(value), "state_dict", None), "__module__", None)  # it may be of the object alone
+    return not (module or "").startswith(_OF_TORCH)
 
 
 def functions_of(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, object]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_faulttolerant.records.batches import BatchLine, BatchRecord
 from lightning_faulttolerant.state.tensors import is_readable, shard_of
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of
@@ -190,14 +191,15 @@ class Repetition:
 
     def _wrap_step(self, original: Method) -> Method:
         state, is_on, note = self._trainer.state, self._is_on, self._note
-        training, evaluation = self._training, self._evaluation
+        training, evaluation, is_moved = self._training, self._evaluation, self._is_moved
 
         def step(*args: Any, **kwargs: object) -> object:
+            content = self._moved if is_moved else sampled_digest(args[0])  # the step may change it
             output = original(*args, **kwargs)
             is_training = state.stage is RunningStage.TRAINING
             order = (training if is_training else evaluation).order()
             if is_on() and state.stage is not RunningStage.SANITY_CHECKING:
-                note(args, output, order, is_training=is_training)
+                note(args, output, order, content, is_training=is_training)
             return output
 
         return step
@@ -209,7 +211,7 @@ class Repetition:
 
         return log_metrics
 
-    def _note(self, args: tuple[Any, ...], output: object, order: int, *, is_training: bool) -> None:
+    def _note(self, args: tuple[Any, ...], output: object, order: int, content: int, *, is_training: bool) -> None:
         number, batch, loader = self._total.ready, self._training.current.ready, 0
         if not is_training:
             self._evaluated += 1
@@ -219,7 +221,6 @@ class Repetition:
         else:
             self._evaluated, batch = 0, batch - 1
         self._noted, logged, self._logged = number, self._logged, 0
-        content = self._moved if self._is_moved else sampled_digest(args[0])
         place = (number, self._epochs.completed, batch, self._evaluated, loader, self._process, order, content)
         returned = (
             [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(number + self._evaluated)
@@ -291,8 +292,8 @@ class Repetition:
         following = next((one for one in self.known.values() if one.evaluated or _number_of(one) >= number), None)
         if following is None:
             return found
-        if _number_of(following) < number:  # its evaluation had more batches
-            return following
+        if _number_of(following) < number:  # its evaluation had more batches, unless the clock decides when it comes
+            return found if compat.validates_by_time(self._trainer) else following
         is_another = _number_of(following) == number or (line.evaluated and self.num_repeated)
         return following if found is None and is_another else found
 
