@@ -446,11 +446,6 @@ def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> No
     trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen)
 
 
-def validates_by_time(trainer: Trainer) -> bool:
-    """Return whether the clock decides after which batch a validation run comes."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None
-
-
 def epoch_length(trainer: Trainer) -> int | None:
     """Return how many batches the epoch in progress has: its loaders may have had another length when it began."""
     fetcher = trainer.fit_loop._data_fetcher

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_faulttolerant.records.batches import BatchLine, BatchRecord
 from lightning_faulttolerant.state.tensors import is_readable, shard_of
-from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of
@@ -293,7 +292,7 @@ class Repetition:
         if following is None:
             return found
         if _number_of(following) < number:  # its evaluation had more batches, unless the clock decides when it comes
-            return found if compat.validates_by_time(self._trainer) else following
+            return found if getattr(self._trainer, "val_check_batch", 0) is None else following
         is_another = _number_of(following) == number or (line.evaluated and self.num_repeated)
         return following if found is None and is_another else found
 
