@@ -164,11 +164,10 @@ class PrefetchState(NamedTuple):
 
 
 class PrefetchStates:
-    """The last two of these states: that of the batch to train next, and the one before it."""
+    """The last of these states: that of the batch to train next."""
 
     def __init__(self) -> None:
         self.last: PrefetchState | None = None
-        self.before: PrefetchState | None = None
         self.is_in_fetch = False
         """Whether the fetch in progress has its state already."""
         self.is_on = False
@@ -177,7 +176,7 @@ class PrefetchStates:
     def note(self, state: PrefetchState) -> None:
         """Note the state before the fetch that begins now."""
         self.is_in_fetch = True
-        self.before, self.last = self.last, state
+        self.last = state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

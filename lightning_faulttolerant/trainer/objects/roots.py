@@ -102,7 +102,7 @@ def _own_keys_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str
     }
 
 
-def schedulers_of(trainer: Trainer) -> list[object]:
+def schedulers_of(trainer: Trainer) -> list[Any]:
     """Return the schedulers of a trainer."""
     return [config.scheduler for config in trainer.lr_scheduler_configs]
 

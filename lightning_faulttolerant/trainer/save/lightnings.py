@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.schema import Instead
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import as_saved
+from lightning_faulttolerant.trainer.objects.roots import schedulers_of
 from lightning_faulttolerant.trainer.resume.schedulers import Schedulers
 
 
@@ -58,7 +59,7 @@ def lightnings(trainer: Trainer, schedulers: Schedulers | None = None) -> tuple[
     """
 
     def read_schedulers() -> object:
-        states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        states = [one.state_dict() for one in schedulers_of(trainer)]
         return states if schedulers is None else schedulers.plain(states)
 
     def read_callbacks() -> dict[str, object]:

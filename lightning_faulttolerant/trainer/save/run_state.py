@@ -46,6 +46,7 @@ from lightning_faulttolerant.trainer.evaluation.validation import ValidationRun
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.objects.objects import Objects
+from lightning_faulttolerant.trainer.objects.roots import schedulers_of
 from lightning_faulttolerant.trainer.position import (
     EPOCH_END,
     EPOCH_START,
@@ -123,7 +124,7 @@ class RunState:
             "loaders": loaders.untracked,
             "callbacks": callbacks,
             "optimizers": trainer.optimizers,
-            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+            "schedulers": schedulers_of(trainer),
         }
         self.held = HeldGenerators({**roots, **users_variables(roots)})
         """The generators that objects hold, except those of loaders."""
