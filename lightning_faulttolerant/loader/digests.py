@@ -233,7 +233,7 @@ def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[_
         if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
             yield value.tobytes()
             return
-        for name, child in attributes(value):
+        for name, child in attributes(value).items():
             yield name.encode()
             yield from _parts(child, seen)
 

@@ -256,7 +256,7 @@ def _last_step(path: str, owner: object, name: str) -> tuple[str, Any] | None:
     if not name.startswith(path) or not rest:
         return None
     if rest.startswith(".") and rest[1:].isidentifier():
-        return ("attribute", rest[1:]) if dict(attributes(owner)).get(rest[1:]) is None else None
+        return ("attribute", rest[1:]) if attributes(owner).get(rest[1:]) is None else None
     if isinstance(owner, dict) and rest.startswith("[") and rest.endswith("]"):
         try:
             key = ast.literal_eval(rest[1:-1])

@@ -9,6 +9,7 @@ classes. Another part of the state has those.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import importlib.metadata
@@ -297,7 +298,7 @@ def _children(value: object) -> Iterator[tuple[tuple[str, object], object]]:
         yield ("attribute", "__self__"), value.__self__
     elif _is_walked(type(value)):
         left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
-        yield from ((("attribute", name), child) for name, child in attributes(value) if name not in left_out)
+        yield from ((("attribute", name), child) for name, child in attributes(value).items() if name not in left_out)
         yield from ((("attribute", name), method) for name, method in _closures_of(type(value)))
 
 
@@ -359,21 +360,20 @@ def own_dict(value: object) -> dict[str, object] | None:
     return found
 
 
-def attributes(value: object) -> Iterator[tuple[str, object]]:
-    """Yield an object's own attributes, slots included, without running code of its class."""
-    yield from list((own_dict(value) or {}).items())
-    for kind in type(value).__mro__:
-        if "__slots__" in vars(kind):
-            slots = ((name, slot) for name, slot in vars(kind).items() if type(slot) is types.MemberDescriptorType)
-            yield from ((name, slot.__get__(value)) for name, slot in slots if _is_filled(slot, value))
+def attributes(value: object) -> dict[str, object]:
+    """Return an object's own attributes, slots included, without running code of its class."""
+    found = dict(own_dict(value) or {})
+    for name, slot in slots_of(type(value)):
+        with contextlib.suppress(AttributeError):  # an empty slot
+            found[name] = slot.__get__(value)
+    return found
 
 
-def _is_filled(slot: Any, value: object) -> bool:
-    try:
-        slot.__get__(value)
-    except AttributeError:
-        return False
-    return True
+@once_per_kind
+def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the slots of a class and its bases, by name."""
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 
 
 def _cell(cell: types.CellType) -> object:

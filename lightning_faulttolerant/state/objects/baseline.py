@@ -71,41 +71,39 @@ def mark_of(value: Any) -> Mark | None:
         return _array_mark(value)
     if kinds.is_numpy(value, "ndarray"):
         return _items_mark(value, lambda array: array.ravel().tolist())
-    if isinstance(value, dict):
-        return _items_mark(value, _keys_and_values)
     if isinstance(value, set):
         copied = set(kinds.items_of(value))
         return lambda: set.__eq__(value, copied) is True
     if kinds.is_container(value):
-        return _items_mark(value, kinds.items_of)
+        return items_mark(value)
     if kinds.is_buffer(value):
-        buffer = kinds.content_of_buffer(value)
-        return lambda: kinds.content_of_buffer(value) == buffer
+        return _mark(value, kinds.content_of_buffer)
     if kinds.holds_data(value):
         return _data_mark(value)
     if kinds.is_hash(value):
-        digest = value.digest()
-        return lambda: bool(value.digest() == digest)
+        return _mark(value, lambda one: one.digest())
     if isinstance(value, types.CellType):
         return _items_mark(value, kinds.contents_of_cell)
     if kinds.is_shared_value(value):
-        content = bytes(kinds.memory_of(value))
-        return lambda: bytes(kinds.memory_of(value)) == content
+        return _mark(value, lambda one: bytes(kinds.memory_of(one)))
     if kinds.is_generator(value):
-        return _generator_mark(value)
+        return _mark(value, _generator_place, _same_place)
     if kinds.is_loader_iterator(value):
-        return _loader_iterator_mark(value)
+        return _mark(value, lambda one: getattr(one, "_num_yielded", None))
     if kinds.is_iterator(value):
-        return _iterator_mark(value)
+        return _mark(value, _iterator_place, lambda one, other: one is not None and one == other)
     return None
+
+
+def _mark(value: Any, content_of: Callable[[Any], Any], are_same: Callable[[Any, Any], object] = operator.eq) -> Mark:
+    """Return a mark that compares what a function returns for `value`."""
+    before = content_of(value)
+    return lambda: bool(are_same(content_of(value), before))
 
 
 def length_mark(value: object) -> Mark | None:
     """Return a mark of a container that finds added and removed items; ``None`` for anything else."""
-    if not kinds.is_container(value):
-        return None
-    length = kinds.length_of(value)
-    return lambda: kinds.length_of(value) == length
+    return _mark(value, kinds.length_of) if kinds.is_container(value) else None
 
 
 def sample_mark(value: Any) -> Mark:
@@ -167,11 +165,11 @@ def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
-def items_mark(value: object, before: Any) -> Mark:
-    """Return a mark of a list or dict that held the items of `before`."""
+def items_mark(value: object, before: Any = None) -> Mark:
+    """Return a mark of a list, dict, or deque that held the items of `before`, or holds its own items."""
     if isinstance(value, dict):
-        return _items_mark(value, _keys_and_values, _keys_and_values(before))
-    return _items_mark(value, kinds.items_of, list(before))
+        return _items_mark(value, _keys_and_values, before and _keys_and_values(before))
+    return _items_mark(value, kinds.items_of, before and list(before))
 
 
 def _keys_and_values(mapping: Any) -> list[object]:
@@ -221,11 +219,6 @@ def _array_mark(array: Any) -> Mark:
     return is_same
 
 
-def _generator_mark(generator: types.GeneratorType[Any, Any, Any]) -> Mark:
-    place = _generator_place(generator)
-    return lambda: _same_place(_generator_place(generator), place)
-
-
 def _generator_place(generator: types.GeneratorType[Any, Any, Any]) -> tuple[int, Mapping[str, object]]:
     frame = generator.gi_frame
     return (-2, {}) if frame is None else (frame.f_lasti, dict(frame.f_locals))
@@ -235,16 +228,6 @@ def _same_place(one: tuple[int, Mapping[str, object]], other: tuple[int, Mapping
     if one[0] != other[0] or one[1].keys() != other[1].keys():
         return False
     return same_items(one[1].values(), other[1].values())
-
-
-def _loader_iterator_mark(iterator: object) -> Mark:
-    num_yielded = getattr(iterator, "_num_yielded", None)
-    return lambda: getattr(iterator, "_num_yielded", None) == num_yielded
-
-
-def _iterator_mark(iterator: object) -> Mark:
-    place = _iterator_place(iterator)
-    return lambda: place is not None and _iterator_place(iterator) == place
 
 
 def _iterator_place(iterator: object) -> object:

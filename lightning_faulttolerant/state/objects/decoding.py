@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from lightning_faulttolerant.state.objects.leaves import (
     found_progress_bar,
     set_state,
 )
+from lightning_faulttolerant.state.reachable import slots_of
 
 
 class NothingThereError(Exception):
@@ -202,28 +203,16 @@ class Decoder:
             _check_order(value, self._items(items))
 
     def _known(self, path: str) -> object:
-        found = self._graph.thing_at(path)
-        if found is None:
-            raise NothingThereError(f"{path} no longer exists")
-        return found
+        return _there(self._graph.thing_at(path), path)
 
     def _class(self, name: str) -> Any:
-        found = found_class(name, self._graph)
-        if found is None:
-            raise NothingThereError(f"the class {name} no longer exists")
-        return found
+        return _there(found_class(name, self._graph), f"the class {name}")
 
     def _part(self, name: str) -> object:
-        found = found_part(name, self._graph)
-        if found is None and name != "builtins:NoneType":
-            raise NothingThereError(f"{name} no longer exists")
-        return found
+        return _there(found_part(name, self._graph), name)
 
     def _method(self, owner: object, name: str) -> object:
-        found = found_method(owner, name)
-        if found is None:
-            raise NothingThereError(f"{type(owner).__name__}.{name} no longer exists")
-        return found
+        return _there(found_method(owner, name), f"{type(owner).__name__}.{name}")
 
     def _enum(self, kind: str, name: str, encoded: Sequence[object]) -> object:
         found = self._class(name)
@@ -266,8 +255,8 @@ class Decoder:
         """Return a new object; one that can change is still without its content."""
         if kind in _CONTAINERS:
             return self._empty_container(kind, *rest)
-        if kind == "plain":
-            return copy.deepcopy(rest[0])
+        if kind in _MAKERS:
+            return _MAKERS[kind](*rest)
         if kind == "object":
             return _empty(self._class(rest[0]))
         if kind == "value":
@@ -278,29 +267,16 @@ class Decoder:
         if kind == "tensor of a class":
             return self._tensor(rest[1]).as_subclass(self._class(rest[0]))
         if kind == "alias":
-            return self._alias(*rest)
-        if kind == "array":
-            return decode_array(*rest)
+            base, *place, needs_grad = rest
+            return alias_of(self._tensor(base), *place).requires_grad_(needs_grad)
         if kind == "objects":
             return self._objects([kind, *rest])
-        if kind == "buffer":
-            return _new_buffer(*rest)
-        if kind == "random generator":
-            return generators.make_generator(rest[0])
         if kind == "partial":
             func, args, keywords = map(self._hashable, rest)
             return functools.partial(func, *args, **keywords)
-        if kind == "logger":
-            return logging.getLogger(rest[0])
-        if kind == "progress bar":
-            return _progress_bar(*rest)
-        if kind == "lock":
-            return threading.RLock() if rest[0] == "RLock" else threading.Lock()
         if kind == "weak reference":
             referent = self._decode(rest[0])
             return weakref.ref(_Gone() if referent is None else referent)
-        if kind == MADE:
-            return rest[0]
         if kind == PICKLED:
             raise NothingThereError(f"a {rest[0]} can't be recreated from its bytes")
         raise NothingThereError(f"a {kind} comes from a newer version of the package")
@@ -317,17 +293,8 @@ class Decoder:
         value, (kind, *rest) = self._made[number], self._table[number]
         if kind in _CONTAINERS:
             self._fill_container(value, [kind, *rest])
-            if len(rest) > 2:  # a user's own class
-                self.set_attributes(value, rest[3])
-        elif kind == "object":
-            self.set_attributes(value, rest[1])
-        elif kind == "value":
-            self.set_attributes(value, rest[3])
-        elif kind == "tensor of a class":
-            self.set_attributes(value, rest[2])
-
-    def _alias(self, base: Any, shape: list[int], stride: list[int], offset: int, needs_grad: bool) -> torch.Tensor:
-        return alias_of(self._tensor(base), shape, stride, offset).requires_grad_(needs_grad)
+        for attributes in rest[_PLACES_OF_ATTRIBUTES.get(kind, len(rest)) :]:
+            self.set_attributes(value, attributes)
 
     def _tensor(self, encoded: object) -> torch.Tensor:
         found = self._hashable(encoded)
@@ -350,13 +317,19 @@ class Decoder:
 
 _MAPPINGS = ("dict", "defaultdict", "OrderedDict", "Counter")
 _CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
+# The last part of a row, if there is one: a container of Python's own class has no attributes.
+_PLACES_OF_ATTRIBUTES = {"object": 1, "value": 3, "tensor of a class": 2, **dict.fromkeys(_CONTAINERS, 3)}
+
+
+def _there(found: Any, name: str) -> Any:
+    if found is None:
+        raise NothingThereError(f"{name} no longer exists")
+    return found
 
 
 def _progress_bar(name: str, position: object, total: object, description: Any, is_shown: bool) -> object:
     """Return a progress bar that continues where the old one was."""
-    kind = found_progress_bar(name)
-    if kind is None:
-        raise NothingThereError(f"the class {name} no longer exists")
+    kind = _there(found_progress_bar(name), f"the class {name}")
     description = (description or "").removesuffix(": ") or None
     return kind(total=total, initial=position, desc=description, disable=not is_shown)
 
@@ -385,7 +358,7 @@ def _empty(kind: type) -> object:
 
 def set_attribute(value: object, name: str, child: object) -> None:
     """Set an attribute directly in the object, without calling a property or ``__setattr__`` of its class."""
-    slots = dict(kinds.slots_of(type(value)))
+    slots = dict(slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
         if kinds.is_named(child):
             raise NothingThereError("it was a function, and is a value now")
@@ -398,7 +371,7 @@ def set_attribute(value: object, name: str, child: object) -> None:
 
 def delete_attribute(value: object, name: str) -> None:
     """Remove an attribute directly from the object, if it exists."""
-    slots = dict(kinds.slots_of(type(value)))
+    slots = dict(slots_of(type(value)))
     with contextlib.suppress(AttributeError):
         if isinstance(value, kinds.Namespace):
             delattr(value.owner, name)
@@ -443,3 +416,16 @@ def _fill_buffer(value: Any, content: Sequence[Any]) -> None:
         value.truncate()
         value.write(held)
         value.seek(position)
+
+
+_MAKERS: dict[str, Callable[..., object]] = {
+    "plain": copy.deepcopy,
+    "array": decode_array,
+    "buffer": _new_buffer,
+    "random generator": generators.make_generator,
+    "logger": logging.getLogger,
+    "progress bar": _progress_bar,
+    "lock": lambda kind: threading.RLock() if kind == "RLock" else threading.Lock(),
+    MADE: lambda one: one,
+}
+"""What makes a new object of a kind that needs no other object."""

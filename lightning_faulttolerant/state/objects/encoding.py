@@ -12,6 +12,7 @@ import enum
 import functools
 import logging
 import math
+import sys
 import threading
 import types
 import weakref
@@ -206,16 +207,8 @@ class Encoder:
         """Fill the rows of the table that are still empty, one after the other, at any depth."""
         new = self._new
         while new.owed:
-            number, self._place = new.owed.pop()
-            is_part, where = self._place
-            try:
-                new.table[number] = self._made(new.objects[number])
-            except CantCarryError as error:
-                if not is_part or isinstance(error, SavedError):
-                    raise
-                raise CantCarryError(f"{error}{where}") from error
-            finally:
-                self._place = _NOWHERE
+            number, place = new.owed.pop()
+            new.table[number] = self._inside(self._made, new.objects[number], place)
 
     def _encode(self, value: Any) -> object:
         self._limit.take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
@@ -338,26 +331,20 @@ class Encoder:
 
     def _attribute(self, value: object, name: str, child: object) -> object:
         is_part = self._place[0] or is_users(type(value))
-        return self._inside(child, is_part=is_part, where=f", in {type(value).__name__}.{name}")
+        return self._inside(self._encode, child, (is_part, f", in {type(value).__name__}.{name}"))
 
     def _item(self, child: object) -> object:
         if type(child) in _PLAIN:
             self._limit.take(_ITEM_BYTES)
             return child
-        return self._inside(child, is_part=True, where=self._place[1])
+        return self._inside(self._encode, child, (True, self._place[1]))
 
-    def _inside(self, child: object, *, is_part: bool, where: str) -> object:
-        """Encode an object that another one refers to.
-
-        Args:
-            child: The object.
-            is_part: Whether a live one is reported. It isn't inside a package's own handle, such as a writer or a
-                client.
-            where: The place, for errors.
-        """
-        before, self._place = self._place, (is_part, where)
+    def _inside(self, encode: Callable[[object], object], child: object, place: _Place) -> object:
+        """Encode an object that another one refers to, at this place."""
+        before, self._place = self._place, place
+        is_part, where = place
         try:
-            return self._encode(child)
+            return encode(child)
         except CantCarryError as error:
             if not is_part or isinstance(error, SavedError):
                 raise
@@ -427,7 +414,7 @@ class Encoder:
 
     def _array(self, array: Any) -> list[object]:
         self._limit.take(array.nbytes)
-        if not kinds.is_plain_array(array):
+        if type(array) is not sys.modules["numpy"].ndarray:
             raise CantCarryError(f"a {type(array).__name__}, which is not a plain array")
         if array.nbytes > _MAX_BYTES:
             raise CantCarryError(f"an array of {array.nbytes / (1 << 20):.0f} MiB, which is too large")

@@ -6,7 +6,6 @@ The items of containers are read and written by Python's own methods: no code of
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import datetime
 import decimal
@@ -31,7 +30,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_a, is_users, once_per_kind, own_dict
+from lightning_faulttolerant.state import reachable
+from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, is_a, is_users, once_per_kind, slots_of
 
 CONTAINERS = (list, dict, set, deque)
 
@@ -73,11 +73,13 @@ def _own(value: object) -> Any:
     return next(kind for kind in CONTAINERS if isinstance(value, kind))
 
 
-_OF_IPYTHON = re.compile(r"_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
+# The history of inputs and outputs in a notebook.
+_OF_IPYTHON = re.compile(r"In|Out|_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
 
 _LEAVES = frozenset({type(None), type(...), bool, int, float, complex, str, bytes, range, slice, datetime.date,
                      datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
-                     fractions.Fraction, uuid.UUID, torch.dtype, torch.device, torch.Size})  # fmt: skip
+                     fractions.Fraction, uuid.UUID, re.Pattern, torch.dtype, torch.device,
+                     torch.Size})  # fmt: skip
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType)
 _EXACT_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 # The root packages of objects that stand for a resource outside of Python, or that hold the whole program.
@@ -176,12 +178,6 @@ def is_numpy(value: object, kind: str) -> bool:
 def is_array(value: Any) -> bool:
     """Return whether `value` is a NumPy array of numbers or texts, rather than of objects."""
     return is_numpy(value, "ndarray") and not value.dtype.hasobject
-
-
-def is_plain_array(value: object) -> bool:
-    """Return whether `value` is an array of NumPy's own class, in memory."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
 
 
 def is_mapped(array: Any) -> bool:
@@ -337,13 +333,8 @@ class Namespace:
             return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
         found = {name: value for name, value in list(vars(self.owner).items()) if not _is_code(value)}
         is_notebook = "get_ipython" in vars(self.owner)
-        names = (name for name in found if not name.startswith("__") and not (is_notebook and _is_ipythons(name)))
+        names = (n for n in found if not (n.startswith("__") or (is_notebook and _OF_IPYTHON.fullmatch(n))))
         return {name: found[name] for name in names}
-
-
-def _is_ipythons(name: str) -> bool:
-    """Return whether a global of a notebook is IPython's own: the history of inputs and outputs."""
-    return name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
 
 
 def _is_code(value: object) -> bool:
@@ -355,16 +346,12 @@ def attributes(value: object) -> dict[str, object]:
     """Return an object's own attributes, slots included; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
-    found = dict(own_dict(value) or {})
-    for name, slot in slots_of(type(value)):
-        with contextlib.suppress(AttributeError):  # an empty slot
-            found[name] = slot.__get__(value)
-    return found
+    return reachable.attributes(value)
 
 
 def dict_of(value: Any) -> Mapping[str, object]:
     """Return the ``__dict__`` of `value`, or of the owner of its names, directly."""
-    return vars(value.owner) if isinstance(value, Namespace) else own_dict(value) or {}
+    return vars(value.owner) if isinstance(value, Namespace) else reachable.own_dict(value) or {}
 
 
 @once_per_kind
@@ -373,19 +360,12 @@ def has_slots(kind: type) -> bool:
     return kind is not Namespace and (bool(slots_of(kind)) or not has_dict(kind))
 
 
-@once_per_kind
-def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Return the slots of a class and its bases, by name."""
-    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
-
-
 def has_state_methods(value: object) -> bool:
     """Return whether `value` has ``state_dict`` and ``load_state_dict`` itself, with the arguments of torch's protocol.
 
     The user's ``__getattr__`` is not called.
     """
-    own = own_dict(value) or ()
+    own = reachable.own_dict(value) or ()
     if not all(name in own or _has_name(type(value), name) for name in STATE_METHODS):
         return False
     if not all(callable(inspect.getattr_static(value, name, None)) for name in STATE_METHODS):

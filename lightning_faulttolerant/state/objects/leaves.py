@@ -23,11 +23,12 @@ import io
 import operator
 import pathlib
 import pickle
+import re
 import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -203,32 +204,18 @@ def encode_leaf(value: Any) -> list[object]:
         CantCarryError: If its kind can't be carried.
     """
     kind = type(value)
-    if isinstance(value, pathlib.PurePath) and kind in _PATHS.values():
-        return ["path", kind.__name__, str(value)]
     if kinds.is_numpy(value, "generic"):
         return ["scalar", *encode_array(value.reshape(1))]
-    if kind in (bytes, complex):
-        return [kind.__name__, value if kind is bytes else [value.real, value.imag]]
-    if kind in _DATES.values():
-        return ["date", kind.__name__, value.isoformat()]
-    if kind is datetime.timedelta:
-        return ["timedelta", [value.days, value.seconds, value.microseconds]]
-    if kind is range or (kind is slice and all(type(part) in (int, type(None)) for part in _bounds(value))):
-        return [kind.__name__, _bounds(value)]
-    if kind in _TEXTS.values():
-        return ["text", kind.__name__, str(value)]
-    if kind is torch.Size:
-        return ["size", list(value)]
-    if kind in (torch.dtype, torch.device):
-        return [kind.__name__, str(value).removeprefix("torch.")]
-    if value is ...:
-        return ["ellipsis"]
+    is_plain = kind is not slice or all(type(part) in (int, type(None)) for part in _bounds(value))
+    for name, (own, parts_of, _) in _LEAVES.items() if is_plain else ():
+        if kind in own:
+            return [name, *parts_of(value)]
     raise CantCarryError(f"a {kind.__name__}")
 
 
 def decode_leaf(kind: str, *rest: object) -> object:
     """Return the leaf that `encode_leaf` encoded."""
-    return _LEAVES[kind](*rest)
+    return _LEAVES[kind][2](*rest)
 
 
 def _bounds(value: Any) -> list[object]:
@@ -274,21 +261,35 @@ def _torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-_LEAVES: dict[str, Callable[..., object]] = {
-    "bytes": bytes,
-    "complex": lambda parts: complex(*parts),
-    "path": lambda kind, text: _PATHS[kind](text),
-    "scalar": lambda dtype, shape, content: decode_array(dtype, shape, content)[0],
-    "date": lambda kind, text: _DATES[kind].fromisoformat(text),
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-    "range": lambda parts: range(*parts),
-    "slice": lambda parts: slice(*parts),
-    "text": lambda kind, text: _TEXTS[kind](text),
-    "size": torch.Size,
-    "dtype": _torch_dtype,
-    "device": torch.device,
-    "ellipsis": lambda: ...,
+def _scalar(dtype: object, shape: Sequence[int], content: bytes) -> object:
+    return decode_array(dtype, shape, content)[0]
+
+
+_LEAVES: dict[str, tuple[Collection[type], Callable[[Any], Sequence[object]], Callable[..., object]]] = {
+    "bytes": ([bytes], lambda one: [one], bytes),
+    "complex": ([complex], lambda one: [[one.real, one.imag]], lambda parts: complex(*parts)),
+    "path": (_PATHS.values(), lambda one: [type(one).__name__, str(one)], lambda kind, text: _PATHS[kind](text)),
+    "scalar": ([], encode_array, _scalar),
+    "date": (
+        _DATES.values(),
+        lambda one: [type(one).__name__, one.isoformat()],
+        lambda kind, text: _DATES[kind].fromisoformat(text),
+    ),
+    "timedelta": (
+        [datetime.timedelta],
+        lambda one: [[one.days, one.seconds, one.microseconds]],
+        lambda parts: datetime.timedelta(*parts),
+    ),
+    "range": ([range], lambda one: [_bounds(one)], lambda parts: range(*parts)),
+    "slice": ([slice], lambda one: [_bounds(one)], lambda parts: slice(*parts)),
+    "text": (_TEXTS.values(), lambda one: [type(one).__name__, str(one)], lambda kind, text: _TEXTS[kind](text)),
+    "pattern": ([re.Pattern], lambda one: [one.pattern, one.flags], re.compile),
+    "size": ([torch.Size], lambda one: [list(one)], torch.Size),
+    "dtype": ([torch.dtype], lambda one: [str(one).removeprefix("torch.")], _torch_dtype),
+    "device": ([torch.device], lambda one: [str(one)], torch.device),
+    "ellipsis": ([type(...)], lambda one: [], lambda: ...),
 }
+"""By the name in a state: the classes, what an object consists of, and what makes it again."""
 
 
 _PLAIN_LEAVES = frozenset({type(None), bool, int, float, str})

@@ -346,19 +346,19 @@ class ObjectState:
             return found
         changed |= {STATE} if node.state is not None else set()
         if STATE in changed:
-            with _Noted(lost, path, drops):
+            with _noted(lost, path, drops):
                 found[STATE] = encoder.state(node.value.state_dict())
             if path in lost:
                 return found
         if CONTENT in changed:
-            with _Noted(lost, path, drops):
+            with _noted(lost, path, drops):
                 found[CONTENT] = encoder.content(node.value)
         now = kinds.attributes(node.value)
         attributes = []
         for name in sorted(changed - {STATE, CONTENT}):
             if name in now:
                 encoder.may_be_handle = _may_be_handle(node, name)
-                with _Noted(lost, f"{path}.{name}", drops, live=self.live, may_be_handle=encoder.may_be_handle):
+                with _noted(lost, f"{path}.{name}", drops, live=self.live, may_be_handle=encoder.may_be_handle):
                     attributes.append([name, encoder.encode(now[name])])
         gone = sorted(changed - {STATE, CONTENT} - now.keys())
         return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}
@@ -366,7 +366,7 @@ class ObjectState:
     def _restore(self, node: Node, content: Mapping[str, Any], decoder: Decoder) -> list[str]:
         missing: list[str] = []
         before = kinds.attributes(node.value) if STATE in content else {}
-        with _Missing(missing, ""):
+        with _missed(missing, ""):
             if STATE in content:
                 node.value.load_state_dict(decoder.decode(content[STATE]))
             if CONTENT in content:
@@ -377,7 +377,7 @@ class ObjectState:
         for name, encoded in content.get("attributes", ()):
             if name in loaded:
                 continue
-            with _Missing(missing, f".{name}"):
+            with _missed(missing, f".{name}"):
                 value = decoder.decode(encoded)
                 if not same(value, kinds.attributes(node.value).get(name, _MISSING)):
                     set_attribute(node.value, name, value)
@@ -441,45 +441,25 @@ def _may_be_handle(node: Node, name: str) -> bool:
     return was_nothing and isinstance(node.value, torch.utils.data.Dataset)
 
 
-class _Noted:
-    """Records why a value can't be carried."""
-
-    def __init__(
-        self, lost: dict[str, str], path: str, drops_saved: bool, *, live: Any = None, may_be_handle: bool = False
-    ) -> None:
-        self._lost, self._path, self._may_be_handle, self._drops_saved = lost, path, may_be_handle, drops_saved
-        self._live = {} if live is None else live
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
-        is_handle &= self._drops_saved or not isinstance(error, SavedError)
-        if is_handle:  # opened, or opened again: not state
-            self._live[self._path] = str(error)
-            return True
-        if isinstance(error, CantCarryError):
-            self._lost[self._path] = str(error)
-            return True
-        if isinstance(error, Exception):  # from the user's own code, or too deep
-            self._lost[self._path] = f"{type(error).__name__}: {error}"
-            return True
-        return False
+@contextmanager
+def _noted(
+    lost: dict[str, str], path: str, drops_saved: bool, *, live: Any = None, may_be_handle: bool = False
+) -> Iterator[None]:
+    """Record why a value can't be carried: `CantCarryError`, or an error of the user's own code."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - any class may raise anything
+        is_handle = isinstance(error, LiveError) or (may_be_handle and isinstance(error, OpaqueError))
+        if is_handle and (drops_saved or not isinstance(error, SavedError)):
+            lost = {} if live is None else live  # opened, or opened again: not state
+        lost[path] = str(error) if isinstance(error, CantCarryError) else f"{type(error).__name__}: {error}"
 
 
-class _Missing:
-    """Records why a value can't be restored: an error in the user's code, or in a damaged state."""
-
-    def __init__(self, missing: list[str], name: str) -> None:
-        self._missing, self._name = missing, name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
+@contextmanager
+def _missed(missing: list[str], name: str) -> Iterator[None]:
+    """Record why a value can't be restored: an error in the user's code, or in a damaged state."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - any class may raise anything
         reason = str(error) if isinstance(error, NothingThereError) else f"{type(error).__name__}: {error}"
-        self._missing.append(f"{self._name}: {reason}")
-        return True
+        missing.append(f"{name}: {reason}")

@@ -58,6 +58,7 @@ from lightning_faulttolerant.state.reachable import (
     is_users,
     is_users_function,
     is_users_module,
+    slots_of,
 )
 from lightning_faulttolerant.state.tensors import SMALL_BYTES, is_readable
 
@@ -477,7 +478,7 @@ def _is_held_weakly(value: object) -> bool:
 def _has_filled_slots(value: object) -> bool:
     """Return whether all slots of an object have a value. If one is emptied later, the object refers to fewer."""
     try:
-        for _, slot in kinds.slots_of(type(value)):
+        for _, slot in slots_of(type(value)):
             slot.__get__(value)
     except AttributeError:
         return False

@@ -309,10 +309,6 @@ class EvaluationResume:
         self.notes, lost = self._run_state.objects.splits.put_back(saved.get(SPLITS, ()))
         self._comparison.take_drawn(lost)
 
-    def expect_loaders(self) -> None:
-        """Compare the loaders that are set up next with those of the evaluation that saved."""
-        self._loaders.expect(self._compare_loader)
-
     def why_other_data(self, dealing: Dealing | None) -> str:
         """Return why these are not the data of the evaluation that saved, or why they can't be dealt to these ranks.
 
@@ -334,7 +330,8 @@ class EvaluationResume:
         if self._saved.other_ranks is not None:
             dealing.begin_again(self._saved.other_ranks.seeds)
 
-    def _compare_loader(self, place: str, now: Mapping[str, object]) -> None:
+    def compare_loader(self, place: str, now: Mapping[str, object]) -> None:
+        """Compare a loader with that of the evaluation that saved."""
         saved = self._saved.fingerprint["loaders"].get(place)
         if saved is not None and self._saved.other_ranks is not None:
             saved = {**saved, "sampler": now.get("sampler")}  # `deal` compares the orders

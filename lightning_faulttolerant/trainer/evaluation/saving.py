@@ -405,10 +405,6 @@ class EvaluationSaver:
         """Note what loggers had written before the evaluation began."""
         self._at_start["files"] = files
 
-    def is_due_for_all(self) -> bool:
-        """Return whether an autosave is due, by rank 0's clock; a collective."""
-        return bool(self._ranks.from_first("due", self.pace.now() >= self.pace.due_at))
-
     def save(self, position: TrainerPosition, state: Mapping[str, object], results: object = None) -> str:
         """Save a state; a collective. Return why it could not be written, or an empty string.
 

@@ -222,7 +222,7 @@ class EvaluationSession(AnySession):
     def _around_setup_data(self, original: Method) -> None:
         self.loaders.begin(self._function)
         if self._resume is not None:
-            self._resume.expect_loaders()
+            self.loaders.expect(self._resume.compare_loader)
         with self.loaders.iterated_by_trainer(stage=self._function):
             original()
         if self._dealing is not None:
@@ -241,10 +241,9 @@ class EvaluationSession(AnySession):
         if self._begun is None:
             return original()
         run_state, saver = self._begun.run_state, self._begun.saver
-        objects = run_state.objects
         if self._resume is not None:
             self._resume.put_back_splits()
-        objects.begin()
+        run_state.objects.begin()
         self._files.flush()
         saver.note_files(self._files.state_dict())
         if self._resume is not None and self._resume.position.is_finished:
@@ -259,7 +258,8 @@ class EvaluationSession(AnySession):
             finished = self._position(is_finished=True)
             self._supervision.in_section(SAVE)
             self._refuse_other_batches()
-            saver.save(finished, run_state.state_dict(finished), self._returned(results))
+            returned = None if runs.is_predicting(self._loop) or results is None else copied(results)
+            saver.save(finished, run_state.state_dict(finished), returned)
         self._supervision.in_section(TEARDOWN)
         self.stopping.stop_if_wanted(f"after the end of {self._function}")
         return results
@@ -268,9 +268,6 @@ class EvaluationSession(AnySession):
         position = None if self._resume is None else self._resume.position
         self._supervision.start(position)
         self._beginning.history.start(self._continued, self.report, position)
-
-    def _returned(self, results: object) -> object:
-        return None if runs.is_predicting(self._loop) or results is None else copied(results)
 
     def _around_reset(self, original: Method) -> None:
         notes_fetches = must_note_fetches(self.loaders.trackers, self._function)
@@ -335,9 +332,10 @@ class EvaluationSession(AnySession):
             return
         batch = num_evaluated(self.trainer)
         if self._common.is_here(batch):
-            if begun.saver.is_due_for_all():
+            pace = begun.saver.pace
+            if self._beginning.ranks.from_first("due", pace.now() >= pace.due_at):
                 self._save(begun)
-            self._common.meet_again(batch, begun.saver.pace.due_at - begun.saver.pace.now())
+            self._common.meet_again(batch, pace.due_at - pace.now())
 
     def _save(self, begun: _BegunEvaluation) -> None:
         """Save the state before this batch. If the evaluation can't continue here, note its start, once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -40,7 +40,8 @@ class StartValues:
             getattr(owners[path], "hparams", None)  # they are created on first access
         self._owners = owners
         self._began = [clock() for clock in _CLOCKS]
-        self._before = {path: {name: _mark_of(one) for name, one in _of(owner)} for path, owner in owners.items()}
+        own = {path: kinds.attributes(owner).items() for path, owner in owners.items()}
+        self._before = {path: {name: _mark_of(one) for name, one in of} for path, of in own.items()}
 
     def carry(self, state: ObjectState, rules: Rules) -> dict[str, set[str]]:
         """Let a state carry the numbers that have been set since. Return them in the form of its `changed`.
@@ -71,10 +72,6 @@ class StartValues:
             return type(value) is float and value < limit and not any(a <= value <= b for a, b in between)
 
         return is_number
-
-
-def _of(owner: object) -> Iterator[tuple[str, object]]:
-    return iter(() if owner is None else list(kinds.attributes(owner).items()))
 
 
 def _mark_of(value: Any) -> object:
