@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
+import enum
 import importlib.util
+import os
 import random
+import re
 import signal
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from tests.laws.cuts import Cut
@@ -141,6 +146,64 @@ class Configured(Net):
 
 configuration: Any = None
 
+
+Phase: Any = enum.Enum("Phase", "A")
+Phase.A.count = 0
+
+
+class Phased(Net):
+    """Counts by a member of an enum, in bytes that it sees through a view, and in a pattern."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view, self.pattern = memoryview(bytearray(1)), re.compile("a")
+
+    def loss(self, batch: Tensor) -> Tensor:
+        Phase.A.count += 1
+        self.view[0] += 1
+        self.pattern = re.compile(f"{self.pattern.pattern}a")
+        return super().loss(batch) * (1 + Phase.A.count / 50) * self.view[0] * len(self.pattern.pattern)
+
+
+class Sets(Net):
+    """Changes settings of the process in its third step, and depends on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        os.environ["DROPPED"] = "1"
+
+    def loss(self, batch: Tensor) -> Tensor:
+        if self.global_step == 2:
+            self.change()
+        found = [os.environ.get("SCALE"), os.environ.get("DROPPED"), np.geterr(), torch.get_float32_matmul_precision(),
+                 torch.zeros(()).dtype, torch.get_num_threads() == 3, decimal.getcontext().prec,
+                 torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
+                 warnings.filters[0][0]]  # fmt: skip
+        return super().loss(batch) * len(str(found))
+
+    def change(self) -> None:
+        os.environ.update(SCALE="34567")
+        del os.environ["DROPPED"]
+
+
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    "variables of the environment": Sets.change,
+    "the default dtype": lambda _: torch.set_default_dtype(torch.bfloat16),
+    "the precision of products": lambda _: torch.set_float32_matmul_precision("high"),
+    "deterministic algorithms": lambda _: torch.use_deterministic_algorithms(True),
+    "cuDNN": lambda _: setattr(torch.backends.cudnn, "benchmark", True),
+    "the number of threads": lambda _: torch.set_num_threads(3),
+    "errors of NumPy": lambda _: np.seterr(divide="ignore"),
+    "filters of warnings": lambda _: warnings.filterwarnings("error", "Mine.*", RuntimeWarning),
+    "decimal digits": lambda _: setattr(decimal.getcontext(), "prec", 5),
+}
+
+
+def setting(change: Callable[[Any], object]) -> Callable[[], Row]:
+    """Return what makes a row that changes a setting."""
+    return lambda: Row(name="sets", module=type("Own", (Sets,), {"change": change}))
+
+
 EACH_EPOCH = {"reload_dataloaders_every_n_epochs": 1}
 FOUND: dict[str, Callable[[], Row]] = {
     "a data set that grows": lambda: Row(name="grows", module=Learns, data=Growing, trainer=EACH_EPOCH),
@@ -151,6 +214,8 @@ FOUND: dict[str, Callable[[], Row]] = {
     "a descriptor": lambda: Row(name="describes", module=Describes),
     "a weak dictionary": lambda: Row(name="weak", module=Weak),
     "a file that importlib has loaded": lambda: Row(name="configured", module=Configured),
+    "an enum, a view, and a pattern": lambda: Row(name="phased", module=Phased),
+    **{name: setting(change) for name, change in SETTINGS.items()},
 }
 
 
@@ -175,10 +240,26 @@ class Adds(Callback):
         trainer.callbacks.append(Added())
 
 
-def test_callback_that_training_adds_is_named(tmp_path: Path) -> None:
-    """A new process does not add it, so a resume is refused, with what to do."""
-    training = Training(group=Group(rows=(Row(name="adds", callbacks=Adds),)), root=tmp_path)
+class Hooked(Net):
+    """Registers hooks in training."""
+
+    def on_train_epoch_end(self) -> None:
+        for register in (self.layers[0].register_forward_hook, nn.modules.module.register_module_forward_hook):
+            register(lambda module, args, output: None)
+
+
+NAMED = {
+    "callbacks['Added']: a callback that training has added; pass it to the Trainer": Row(name="adds", callbacks=Adds),
+    "module.layers.0._forward_hooks[0]: a hook that training has registered or": Row(name="hooked", module=Hooked),
+    "torch.nn.modules.module._global_forward_hooks[0]: a hook": Row(name="hooked", module=Hooked),
+}
+
+
+@pytest.mark.parametrize("words", NAMED)
+def test_what_is_not_made_again_is_named(words: str, tmp_path: Path) -> None:
+    """A new process does not do it again, so a resume is refused, with what to do."""
+    training = Training(group=Group(rows=(NAMED[words],)), root=tmp_path)
     training.start(Cut(at=(1, 2), by=signal.SIGTERM))
     refused = training.start()
     assert refused.codes == [1], refused.output
-    assert "callbacks['Added']: a callback that training has added; pass it to the Trainer" in refused.output
+    assert words in refused.output

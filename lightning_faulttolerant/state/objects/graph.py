@@ -7,6 +7,7 @@ Tensors may share their memory with another one: a view of a weight, two names o
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections import deque
@@ -79,6 +80,8 @@ def items_of(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
     elif isinstance(value, types.MethodType):
         yield f"{path}.__self__", value.__self__
+    elif isinstance(value, memoryview):
+        yield f"{path}.obj", value.obj
     elif isinstance(value, types.CellType):
         yield from ((f"{path}.value", child) for child in kinds.contents_of_cell(value))
 
@@ -104,15 +107,35 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
 
 
-def of_hooks(path: str, owner: object) -> Iterator[tuple[str, object]]:
+def of_hooks(path: str, owner: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the hooks on a module, a tensor, or an optimizer; their keys differ in each process."""
-    for name in _HOOKS:
+    for name in [prefix + name for name in _HOOKS]:
         hooks = getattr(owner, name, None) or {}
         yield from ((f"{path}.{name}[{i}]", hook) for i, hook in enumerate(list(hooks.values())))
 
 
+def global_hooks() -> dict[str, object]:
+    """Return the hooks on all modules, by path."""
+    return dict(of_hooks("torch.nn.modules.module", torch.nn.modules.module, "_global"))
+
+
+def hooks_inside(module: nn.Module) -> dict[str, object]:
+    """Return the hooks on a module, on those inside it, and on all modules, by path, without torch's own."""
+    found = [one for path, part in module.named_modules(prefix="module") for one in of_hooks(path, part)]
+    found += global_hooks().items()
+    modules = {path: getattr(getattr(one, "func", one), "__module__", "") for path, one in found}
+    return {path: hook for path, hook in found if not str(modules[path]).startswith("torch.")}
+
+
+def differing(then: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    """Return the paths at which there is another object, or none, in one of two mappings."""
+    return {path for path in then.keys() | now.keys() if then.get(path) is not now.get(path)}
+
+
 def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, object]]:
-    """Yield the functions and classes of a module or a class, which may hold state."""
+    """Yield the functions and classes of a module or a class, and the members of an enum, which may hold state."""
+    if isinstance(namespace.owner, enum.EnumMeta):
+        yield from ((f"{path}.{one.name}", kinds.Namespace(owner=one)) for one in [*namespace.owner])
     if namespace.names is None:
         for name, value in list(vars(namespace.owner).items()):
             is_wrapped = isinstance(value, (classmethod, staticmethod, types.MethodType))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import has_own_state
-from lightning_faulttolerant.loader.objects import (
-    AN_ITERATOR,
-    lost_in_loaders,
-    lost_in_workers,
-)
+from lightning_faulttolerant.loader.objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
-from lightning_faulttolerant.state.objects.graph import Graph, is_at
+from lightning_faulttolerant.state.objects.graph import Graph, differing, hooks_inside, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
 from lightning_faulttolerant.state.objects.object_state import ObjectState, is_no_data
@@ -49,16 +45,19 @@ _log = logging.getLogger(__name__)
 
 
 class Structure:
-    """The modules inside a module when the fit began.
+    """The modules inside a module, and the hooks on them, when the fit began.
 
     Args:
         module: The module that is trained.
+        hooks: The hooks that the sanity check has registered or removed, by path, as they were before; ``None`` for
+            one that was not there.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, hooks: Mapping[str, object]) -> None:
         self._module = module
         self._modules = _modules_of(module)
         self._ids = {id(one) for one in self._modules.values()}
+        self._hooks = {**hooks_inside(module), **hooks}
 
     def lost(self) -> dict[str, str]:
         """Return the parts that a new process would not create again, by path, with the reason."""
@@ -72,7 +71,8 @@ class Structure:
                 "layers that have changed places: they would get each other's optimizer states. Leave them in place, "
                 "and let forward choose between them"
             )
-        return found
+        reason = "a hook that training has registered or removed; register it in on_fit_start, and let it stay"
+        return found | dict.fromkeys(sorted(differing(self._hooks, hooks_inside(self._module))), reason)
 
 
 def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -120,6 +120,7 @@ class _SanityCheck:
         made: The objects that it has created.
         opaque: Those that it has created and that a checkpoint can't carry: handles, files.
         of_loaders: Those of `made` that the loaders' hooks have created, during the check.
+        hooks: The hooks on modules before the check, and after it those that it has changed.
     """
 
     before: ObjectState | None = None
@@ -127,6 +128,7 @@ class _SanityCheck:
     made: list[object] = field(default_factory=list)
     opaque: list[object] = field(default_factory=list)
     of_loaders: list[object] = field(default_factory=list)
+    hooks: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +200,8 @@ class Objects:
     def before_sanity_check(self) -> None:
         """Note the state before the sanity check, which a resumed run does not repeat."""
         if not self._manual:
-            self._sanity_check.before = self._state_of(self._roots.all)
+            hooks = hooks_inside(self._roots.module)
+            self._sanity_check = _SanityCheck(before=self._state_of(self._roots.all), hooks=hooks)
 
     def set_up_loaders(self, set_up: Callable[[], None]) -> None:
         """Set up loaders. Each process creates again the data that their hooks create before the sanity check ends."""
@@ -218,7 +221,9 @@ class Objects:
             data = {id(one) for one in self._sanity_check.of_loaders if not is_no_data(one)}
             made, opaque = before.not_known(self._roots.all())
             made = [one for one in made if id(one) not in data]
-            self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque)
+            then = self._sanity_check.hooks
+            hooks = {path: then.get(path) for path in differing(then, hooks_inside(self._roots.module))}
+            self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque, hooks=hooks)
 
     def begin(self) -> ObjectState:
         """Take the baseline, once: from here on training changes the objects. Return what compares with it.
@@ -230,7 +235,7 @@ class Objects:
             return self._baseline.state
         state = self._state_of(lambda: {**self._of_loaders(), **self._roots.all()})
         module = self._roots.module
-        structure = None if self._manual else Structure(module)
+        structure = None if self._manual else Structure(module, self._sanity_check.hooks)
         lost = lost_by_callbacks(module, self._roots.callbacks) if function_of(module.trainer) == FIT else {}
         callbacks = [*compat.callbacks(module.trainer)]
         self._baseline = _Baseline(state=state, structure=structure, lost=lost, callbacks=callbacks)
@@ -286,13 +291,8 @@ class Objects:
     def _not_made_again(self, baseline: _Baseline) -> dict[str, str]:
         """Return what a new process would lack, because the code that created it is not called again."""
         skipped = made_at_epoch_start(self._roots.owners())
-        live = {path: reason for path, reason in baseline.state.live.items() if path in skipped}
-        found = {
-            path: (
-                f"{reason}; a resume in the middle of an epoch calls no epoch-start hook; create it in on_train_start"
-            )
-            for path, reason in live.items()
-        }
+        remedy = "a resume in the middle of an epoch calls no epoch-start hook; create it in on_train_start"
+        found = {path: f"{why}; {remedy}" for path, why in baseline.state.live.items() if path in skipped}
         known = set(map(id, baseline.callbacks))
         added = [one for one in compat.callbacks(self._roots.module.trainer) if id(one) not in known]
         reason = "a callback that training has added; pass it to the Trainer, and let it wait"
@@ -327,7 +327,7 @@ class Objects:
         self._add(current)
         self.notes = [
             f"{name} is no longer among the callbacks, and its state is dropped"
-            for name in sorted(_callbacks_in(state) - self._roots.callbacks.keys())
+            for name in sorted({*_callbacks_in(state).values()} - self._roots.callbacks.keys())
         ]
         lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
         lost += self._load_stores(state.get(STORES, {}))
@@ -352,7 +352,8 @@ class Objects:
 
     def _of_this_run(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without callbacks that are gone, and without what start hooks set for other ranks."""
-        found: dict[str, Any] = {**_without_callbacks(state, keep=self._roots.callbacks.keys())}
+        gone = {path for path, name in _callbacks_in(state).items() if name not in self._roots.callbacks}
+        found = {**state, NODES: {path: one for path, one in state[NODES].items() if path not in gone}}
         if state[NUM_RANKS] != self._roots.module.trainer.world_size:
             found[NODES] = without_parts(found[NODES], self._set_at_start)
         return found
@@ -400,16 +401,10 @@ def _encoded(name: str, state_dict: Callable[[], object], lost: dict[str, str]) 
         return None
 
 
-def _callbacks_in(state: Mapping[str, Any]) -> set[str]:
-    """Return the names of the callbacks in a state."""
-    found = (_CALLBACK.match(path) for path in state[NODES])
-    return {match.group(1) for match in found if match is not None}
-
-
-def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> dict[str, object]:
-    found = ((path, _CALLBACK.match(path)) for path in state[NODES])
-    nodes = {path: state[NODES][path] for path, match in found if match is None or match.group(1) in keep}
-    return {**state, NODES: nodes}
+def _callbacks_in(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of the callback that each object in a state belongs to, by the object's path."""
+    found = {path: _CALLBACK.match(path) for path in state[NODES]}
+    return {path: match.group(1) for path, match in found.items() if match is not None}
 
 
 def _made_again(loaders: Mapping[str, object], lost: Mapping[str, str]) -> list[str]:
