@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -177,8 +176,7 @@ class Sets(Net):
             self.change()
         found = [os.environ.get("SCALE"), os.environ.get("DROPPED"), np.geterr(), torch.get_float32_matmul_precision(),
                  torch.zeros(()).dtype, torch.get_num_threads() == 3, decimal.getcontext().prec,
-                 torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,
-                 warnings.filters[0][0]]  # fmt: skip
+                 torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark]  # fmt: skip
         return super().loss(batch) * len(str(found))
 
     def change(self) -> None:
@@ -194,7 +192,6 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "cuDNN": lambda _: setattr(torch.backends.cudnn, "benchmark", True),
     "the number of threads": lambda _: torch.set_num_threads(3),
     "errors of NumPy": lambda _: np.seterr(divide="ignore"),
-    "filters of warnings": lambda _: warnings.filterwarnings("error", "Mine.*", RuntimeWarning),
     "decimal digits": lambda _: setattr(decimal.getcontext(), "prec", 5),
 }
 

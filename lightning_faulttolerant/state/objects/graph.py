@@ -129,7 +129,8 @@ def hooks_inside(module: nn.Module) -> dict[str, object]:
 
 def differing(then: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
     """Return the paths at which there is another object, or none, in one of two mappings."""
-    return {path for path in then.keys() | now.keys() if then.get(path) is not now.get(path)}
+    pairs = {path: (then.get(path), now.get(path)) for path in then.keys() | now.keys()}
+    return {path for path, (one, other) in pairs.items() if one is not other and one != other}
 
 
 def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, object]]:

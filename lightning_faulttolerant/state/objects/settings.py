@@ -10,10 +10,8 @@ import contextlib
 import decimal
 import json
 import os
-import re
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, final
 
@@ -40,31 +38,6 @@ def _variable(name: str) -> _Setting:
     return lambda: os.environ.get(name), put
 
 
-def _filters() -> str:
-    """Return what Python does with each kind of warning."""
-    return json.dumps([[*map(_as_text, one)] for one in warnings.filters])
-
-
-def _as_text(part: Any) -> object:
-    if isinstance(part, re.Pattern):
-        return [part.pattern, part.flags]
-    return {"module": part.__module__, "name": part.__name__} if isinstance(part, type) else part
-
-
-def _set_filters(saved: str) -> None:
-    filters: Any = warnings.filters
-    found = [tuple(map(_from_text, one)) for one in json.loads(saved)]
-    filters[:] = [one for one in found if isinstance(one[2], type) and issubclass(one[2], Warning)]
-    with warnings.catch_warnings():
-        pass  # it makes Python forget which warnings it has shown by the filters before
-
-
-def _from_text(part: Any) -> object:
-    if isinstance(part, list):
-        return re.compile(*part)
-    return getattr(sys.modules.get(part["module"]), part["name"], None) if isinstance(part, dict) else part
-
-
 _SETTINGS: dict[str, _Setting] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_deterministic_debug_mode()": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -76,7 +49,6 @@ _SETTINGS: dict[str, _Setting] = {
         lambda: json.dumps(sys.modules["numpy"].geterr()),  # it need not be installed
         lambda value: sys.modules["numpy"].seterr(**json.loads(value)),
     ),
-    "warnings.filters": (_filters, _set_filters),
     "decimal.getcontext().prec": _attribute(decimal.getcontext, "prec"),
     "decimal.getcontext().rounding": _attribute(decimal.getcontext, "rounding"),
 }
