@@ -40,6 +40,8 @@ PARENT: Final = "parent"
 """The key for the parent of a run that is a branch."""
 NOT_EXACT: Final = "not_exact"
 """The key for the reasons why a run is no longer exact, from all of its resumes so far."""
+REMARKS: Final = "remarks"
+"""The key for what the states of all ranks tell whoever inspects the checkpoint: texts, each with its label."""
 REWRITTEN: Final = "rewritten"
 """The key for the names from ``rewritten_in``: what the checkpoint holds in another form than the run."""
 PICKLED: Final = "pickled"
@@ -118,6 +120,7 @@ class _Header(_Origin, total=False):
     run: str
     parent: Mapping[str, object]
     not_exact: list[str]
+    remarks: Mapping[str, str]
 
 
 @final

@@ -47,21 +47,6 @@ def mapping(value: object, *names: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def own_mapping(rank: object, *names: str) -> Mapping[object, object]:
-    """Return what a rank other than rank 0 holds at a place, without values equal to rank 0's (`state.differences`).
-
-    Args:
-        rank: The state of that rank.
-        names: Keys on the way to the place.
-    """
-    for number, name in enumerate(names):
-        rank = mapping(rank, "own").get(name)
-        if isinstance(rank, list):  # everything here is the rank's own
-            return mapping(rank[0] if rank else None, *names[number + 1 :])
-    own = mapping(rank, "own")
-    return {key: value[0] for key, value in own.items() if isinstance(value, list) and value}
-
-
 def whole_number(value: object) -> int | None:
     """Return an integer of ordinary size, or None.
 

@@ -22,7 +22,6 @@ from lightning_faulttolerant.cli.found import (
     find_meant,
     mapping,
     open_checkpoint,
-    own_mapping,
     part_of,
     real,
     run_directory,
@@ -38,7 +37,7 @@ BLOBS = "blobs"
 _REFERENCE = "blob"
 # These parts are shown under their own names; the others are shown only with their sizes.
 _SHOWN = (
-    *("version", "world_size", "position", "run", "origin", "inexact", "pending", "not_exact"),
+    *("version", "world_size", "position", "run", "origin", "inexact", "pending", "not_exact", "remarks"),
     *("surroundings", "fingerprint"),
 )
 _SIZED = ("ranks", "states", "opaque", "pickled")
@@ -71,15 +70,12 @@ def describe(summary: Summary, *, path: str, states: Mapping[int, Summary]) -> d
 
 def _describe_part(summary: Summary, part: Mapping[object, object], states: Mapping[int, Summary]) -> dict[str, object]:
     kept = part.get("ranks")
-    of_ranks = [
-        (states[rank], states[rank].content) if rank in states else (summary, state)
-        for rank, state in enumerate(kept if isinstance(kept, list) else [])
-    ]
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
-        "skipped": plain(mapping(of_ranks[0][1]).get("skipped")) if of_ranks else None,
-        "ranks": [_rank(holder, state) for holder, state in of_ranks],
-        "lost": _lost([state for _, state in of_ranks]),
+        "ranks": [
+            _rank(states[rank], states[rank].content) if rank in states else _rank(summary, state)
+            for rank, state in enumerate(kept if isinstance(kept, list) else [])
+        ],
         "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},
         "pickled": _pickled(summary, part),
         "others": {
@@ -99,13 +95,6 @@ def _pickled(summary: Summary, part: Mapping[object, object]) -> dict[str, dict[
         }
         for place, entry in mapping(part, "pickled").items()
     }
-
-
-def _lost(ranks: list[object]) -> dict[str, str]:
-    """Return the changes made by training that the checkpoint can't carry, each with the reason."""
-    place = ("objects", "lost")
-    found = (lost for state in ranks for lost in (mapping(state, *place), own_mapping(state, *place)))
-    return {str(plain(path)): str(plain(reason)) for lost in found for path, reason in lost.items()}
 
 
 def _rank(summary: Summary, state: object) -> dict[str, int]:
@@ -355,14 +344,10 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     yield _line("started from", part["origin"] or "the beginning")
     yield _line("ranks", part["world_size"])
     yield _line("layout version", part["version"])
-    for word, name in (("left out", "done"), ("to leave out", "wanted")):
-        for place in _items(mapping(part["skipped"]).get(name)):
-            if name == "done" or place not in _items(mapping(part["skipped"]).get("done")):
-                yield _line(word, _batch(place))
     for reason in (*_items(part["not_exact"]), *_items(part["inexact"])):
         yield _line("not exact", reason)
-    for path, reason in part["lost"].items():
-        yield _line("without", f"{path}: {reason}")
+    for text, label in mapping(part["remarks"]).items():
+        yield _line(label, text)
     for hook in _items(part["pending"]):
         yield _line("hooks to run", hook)
     for name, num_bytes in part["opaque"].items():
@@ -380,11 +365,6 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield title
             yield from _nested_lines(part[name], level=1)
-
-
-def _batch(place: object) -> str:
-    numbers = _items(place)
-    return f"batch {numbers[1]} of epoch {numbers[0]}" if len(numbers) == 2 else str(place)
 
 
 def _items(value: object) -> list[object]:

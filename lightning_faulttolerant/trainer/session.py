@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT
+from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, PARENT, REMARKS
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.records.incidents import Rule
@@ -33,7 +33,7 @@ from lightning_faulttolerant.trainer.resume.resume import Resume
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
 from lightning_faulttolerant.trainer.save.autosave import AroundSaves, Autosaver, Checkpointer
 from lightning_faulttolerant.trainer.save.contents import HookSaves
-from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks
+from lightning_faulttolerant.trainer.save.run_state import RunState, named_callbacks, remarks_of
 from lightning_faulttolerant.trainer.sections import follow_buffers, follow_steps
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.steps.flight_recorder import StepRecorder
@@ -233,12 +233,13 @@ class Session(AnySession):
             self._options,
             ranks=self._beginning.ranks,
             history=self._beginning.history,
-            header=lambda: {
+            header=lambda state: {
                 MARK: mark,
                 "origin": origin,
                 "surroundings": here,
                 **self._parent(),  # type: ignore[typeddict-item]  # it has one key, or none
                 NOT_EXACT: self._not_exact(),
+                REMARKS: remarks_of(state),
                 "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
         )

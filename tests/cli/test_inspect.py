@@ -15,7 +15,6 @@ from syrupy.assertion import SnapshotAssertion
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.ranks import as_bytes, joined
-from lightning_faulttolerant.state.packing import difference, digests_of
 from tests.cli.checkpoints import Result, call, checkpoint, foreign, save, told
 from tests.damage import Payload
 
@@ -51,10 +50,8 @@ def test_what_a_real_run_has_saved_is_shown(tmp_path: Path, capsys: Capture) -> 
 
 def lossy() -> dict[str, Any]:
     """Return a checkpoint of two ranks that says what a resume from it would lack."""
-    lost = {"objects": {"lost": {"module.turns": "an iterator"}}, "more": torch.zeros(10)}
-    other = difference({"objects": {"lost": {"module.rows": "a generator"}}}, digests_of(lost))
     said = {"inexact": ["the hook of Other"], "pending": ["Mine.on_train_batch_end"]}
-    return checkpoint(world_size=2, ranks=[lost, other], **said)
+    return checkpoint(world_size=2, remarks={"module.rows: a generator": "without"}, **said)
 
 
 [RANK] = checkpoint()["lightning_faulttolerant"]["ranks"]
@@ -91,7 +88,7 @@ def test_json_sums_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert (ranks[0]["rng"], ranks[1]["more"]) == (185, 40)
     shown = json.loads(call(capsys, "inspect", save(tmp_path / "b.ckpt", lossy()), "--json").out)["fault_tolerance"]
     assert (shown["inexact"], shown["pending"]) == (["the hook of Other"], ["Mine.on_train_batch_end"])
-    assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator"}
+    assert shown["remarks"] == {"module.rows: a generator": "without"}
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: Capture) -> None:
@@ -114,7 +111,8 @@ STRANGE = {
     "keys of all kinds": {1: 2, (3, 4): 5, None: float("nan"), "part": float("inf")},
     "numbers that JSON has not": checkpoint(run=float("nan"), origin=float("-inf")),
     "our part is a list": {"lightning_faulttolerant": [1]},
-    "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[], inexact="no", pending=7),
+    "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[]),
+    "lists are numbers": checkpoint(inexact="no", pending=7, remarks=7),
     "large numbers": checkpoint(run=1 << 5000, version=-(1 << 70)),
     "blobs out of range": checkpoint(
         ranks=[{"rng": {"blob": 99}, "held": {"blob": -1}, "blobs": {"lengths": ["x", 10**30]}}]

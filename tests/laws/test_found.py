@@ -21,6 +21,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_faulttolerant.cli import main
 from tests.laws.cuts import Cut
 from tests.laws.rows import Group, Net, Row, Rows, rows_of
 from tests.laws.runs import Training, whole_run
@@ -231,10 +232,23 @@ class Added(Callback):
 
 
 class Adds(Callback):
-    """Adds a callback."""
+    """Adds a callback on one rank."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.callbacks.append(Added())
+        trainer.callbacks += [Added()] if trainer.global_rank else []
+
+
+def test_callback_that_training_adds_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new process does not add it, so a resume is refused, with what to do; ``inspect`` names it, too."""
+    warns = ("Using `DistributedSampler` with", "It is recommended to use `self.log")
+    group = Group(rows=(Row(name="adds", callbacks=Adds, warns=warns),))
+    training = Training(group=group, root=tmp_path, num_ranks=2)
+    training.start(Cut(at=(1, 2), by=signal.SIGTERM))
+    refused = training.start()
+    assert refused.codes == [1, 1], refused.output
+    assert "callbacks['Added']: a callback that training has added; pass it to the Trainer" in refused.output
+    main(["inspect", str(tmp_path)])
+    assert capsys.readouterr().out.count("without          callbacks['Added']: a callback that training") == 1
 
 
 class Hooked(Net):
@@ -245,18 +259,11 @@ class Hooked(Net):
             register(lambda module, args, output: None)
 
 
-NAMED = {
-    "callbacks['Added']: a callback that training has added; pass it to the Trainer": Row(name="adds", callbacks=Adds),
-    "module.layers.0._forward_hooks[0]: a hook that training has registered or": Row(name="hooked", module=Hooked),
-    "torch.nn.modules.module._global_forward_hooks[0]: a hook": Row(name="hooked", module=Hooked),
-}
-
-
-@pytest.mark.parametrize("words", NAMED)
-def test_what_is_not_made_again_is_named(words: str, tmp_path: Path) -> None:
-    """A new process does not do it again, so a resume is refused, with what to do."""
-    training = Training(group=Group(rows=(NAMED[words],)), root=tmp_path)
+def test_hooks_that_training_registers_are_named(tmp_path: Path) -> None:
+    """A new process does not register them, so a resume is refused, with what to do."""
+    training = Training(group=Group(rows=(Row(name="hooked", module=Hooked),)), root=tmp_path)
     training.start(Cut(at=(1, 2), by=signal.SIGTERM))
     refused = training.start()
     assert refused.codes == [1], refused.output
-    assert words in refused.output
+    assert "module.layers.0._forward_hooks[0]: a hook that training has registered or" in refused.output
+    assert "torch.nn.modules.module._global_forward_hooks[0]: a hook" in refused.output

@@ -367,7 +367,7 @@ class EvaluationSaver:
         sums: A sum of the bits of each tensor that the evaluation begins with.
         options: Say when to save.
         ranks: The ranks that save together. Each method that saves is a collective.
-        header: Returns what every autosave says about the run.
+        header: Returns what an autosave with a state of this rank says about the run.
         history: Records each autosave.
         predictions: The predictions of this rank, for ``predict``.
         on_saved: Called with the position and the path of each autosave, on the rank that writes it.
@@ -381,7 +381,7 @@ class EvaluationSaver:
         options: Options,
         *,
         ranks: Ranks,
-        header: Callable[[], PartHeader],
+        header: Callable[[Mapping[str, Any]], PartHeader],
         history: HistoryWriter,
         predictions: Predictions,
         on_saved: Sequence[Callable[[TrainerPosition, str], None]],
@@ -452,7 +452,7 @@ class EvaluationSaver:
         self, position: TrainerPosition, state: dict[str, object], *, starts_over: bool
     ) -> dict[str, object]:
         """Return the whole checkpoint on rank 0; it is empty on the others."""
-        header = self._header()
+        header = self._header(state)
         if self._ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
         states = gather(self._ranks, position, state, {**state, LIGHTNINGS: {}}, header)

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.checkpoint.ranks import by_first
-from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT
+from lightning_faulttolerant.checkpoint.schema import MARK, NOT_EXACT, REMARKS
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import CheckpointError, NotExactError, RanksLostError, TrainingStopped
@@ -36,7 +36,7 @@ from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.resume.choice import Choice, Trust
 from lightning_faulttolerant.trainer.resume.report import ResumeReport
 from lightning_faulttolerant.trainer.run.fingerprint import Fingerprint, surroundings
-from lightning_faulttolerant.trainer.save.run_state import RunState
+from lightning_faulttolerant.trainer.save.run_state import RunState, remarks_of
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.signals import stopped_by
 
@@ -149,11 +149,12 @@ class EvaluationSession(AnySession):
             own.sums,
             options,
             ranks=ranks,
-            header=lambda: {
+            header=lambda state: {
                 MARK: mark,
                 "origin": None,
                 "surroundings": here,
                 NOT_EXACT: [] if self.report is None else self.report.to_inherit,
+                REMARKS: remarks_of(state),
                 "fingerprint": self._fingerprint.state_dict(self.loaders.fingerprints),
             },
             history=beginning.history,

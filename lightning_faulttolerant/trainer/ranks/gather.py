@@ -14,6 +14,7 @@ from lightning_faulttolerant.checkpoint.schema import (
     KEY,
     NOT_EXACT,
     PICKLED,
+    REMARKS,
     CheckpointPart,
     PartHeader,
 )
@@ -69,7 +70,7 @@ def gather(
         position: Where this rank is; all must be at the same place.
         state: The state of this rank, in the form kept for rank 0.
         full: The same state, from `full_state`.
-        header: What this rank says about the run. Rank 0's gets the reasons of all ranks why the run is not exact.
+        header: What this rank says about the run. Rank 0's gets the remarks of all ranks, and why the run is not exact.
         times: What this rank has spent its time on, which travels with the state. Rank 0's hears that of all.
 
     Raises:
@@ -82,7 +83,7 @@ def gather(
     packed = with_tensors(pack_blobs(own), lambda one: one.detach().cpu())
     own_times = None if times is None else times.take()
     packed = packed if ranks.rank == 0 else as_bytes(packed)
-    gathered = ranks.to_first("state", (position, packed, own_times, header[NOT_EXACT]))
+    gathered = ranks.to_first("state", (position, packed, own_times, (header[NOT_EXACT], header[REMARKS])))
     if gathered is None:
         return None
     elsewhere = {place: str(other) for place, (other, *_) in enumerate(gathered) if other != position}
@@ -90,7 +91,8 @@ def gather(
         raise RanksLostError(f"rank 0 would save {position}, but other ranks are elsewhere: {elsewhere}")
     if times is not None:
         times.hear([seconds for _, _, seconds, _ in gathered])
-    header[NOT_EXACT] = list(dict.fromkeys(reason for *_, reasons in gathered for reason in reasons))
+    header[NOT_EXACT] = list(dict.fromkeys(reason for *_, (reasons, _) in gathered for reason in reasons))
+    header[REMARKS] = {text: label for *_, (_, remarks) in gathered for text, label in remarks.items()}
     return joined([kept for _, kept, *_ in gathered])
 
 

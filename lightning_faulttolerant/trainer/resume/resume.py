@@ -163,7 +163,7 @@ class Resume:
             self._content.state = state_of(part, self._differences.ranks.rank, checkpoint)
             if not self._content.state:  # another rank has saved alone: what is of the run holds for this one, too
                 first = state_of(part, 0, checkpoint)
-                self._content.state = {name: first[name] for name in OF_RUN if name in first}
+                self._content.state = {one.name: first[one.name] for one in OF_RUN if one.name in first}
         else:
             self._redistribute(part, checkpoint, position)
         if "metrics" in self._content.state:  # before Lightning loads the weights: metrics may be in the state_dict

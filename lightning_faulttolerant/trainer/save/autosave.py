@@ -103,7 +103,7 @@ class Autosaver:
         run_state: Reads the state that Lightning's checkpoint lacks.
         options: Say when to save.
         ranks: The ranks that save together. Each method that saves is a collective.
-        header: Returns what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
+        header: Returns what a checkpoint of this fit with a state of this rank says about it.
         history: Records each autosave.
     """
 
@@ -115,7 +115,7 @@ class Autosaver:
         options: Options,
         *,
         ranks: Ranks,
-        header: Callable[[], PartHeader],
+        header: Callable[[Mapping[str, Any]], PartHeader],
         history: HistoryWriter,
     ) -> None:
         self._series = series

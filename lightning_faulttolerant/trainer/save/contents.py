@@ -265,7 +265,7 @@ class CheckpointContents:
     Args:
         run_state: Reads the state that Lightning's checkpoint lacks.
         ranks: The ranks that save together. Each method is a collective.
-        header: Returns what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
+        header: Returns what a checkpoint of this fit with a state of this rank says about it.
         times: The times of this rank.
         strict: Whether the ranks must have the same parameters.
         is_sharded: Whether each rank saves its own part.
@@ -275,7 +275,7 @@ class CheckpointContents:
         self,
         run_state: RunState,
         ranks: Ranks,
-        header: Callable[[], PartHeader],
+        header: Callable[[Mapping[str, Any]], PartHeader],
         times: OwnTimes,
         *,
         strict: bool,
@@ -373,7 +373,7 @@ class CheckpointContents:
         times: OwnTimes | None = None,
     ) -> CheckpointPart | None:
         """Return our part of a checkpoint on rank 0, and ``None`` on the others."""
-        header = self._header()
+        header = self._header(state)
         if ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
         checkpoint = as_captured(checkpoint, instead, self._trainer)

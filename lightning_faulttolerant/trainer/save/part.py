@@ -49,6 +49,8 @@ class Part:
         compare: What `compared` does; ``None`` if the result of `read` has that form.
         derived: The keys in it that depend on the process or the clock: they are not compared.
         is_read_back: Whether a resume compares it with the live objects.
+        remarks: Returns what its value, which may be empty, tells whoever inspects the checkpoint: texts, each with its
+            label.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Part:
     compare: Callable[[Any, Moment, Any], tuple[object, object]] | None = None
     derived: frozenset[str] = frozenset()
     is_read_back: bool = True
+    remarks: Callable[[Any], Mapping[str, str]] = lambda value: {}
 
     def compared(self, run: Any, at: Moment, saved: Any) -> tuple[object, object]:
         """Return its value in a checkpoint and the live one, in a form in which equal values are equal."""

@@ -6,6 +6,7 @@ Gradients are part of the state at a boundary if they outlive their step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.nn.parameter import is_lazy
 
+from lightning_faulttolerant.records.requests import skips_in_words
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.objects.saved import LOST
@@ -307,6 +309,15 @@ def _dealt_state(run: RunState, at: Moment) -> object:
     return run.own[DEALT](is_finished=at.where in EVALUATED)
 
 
+def _lost(objects: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{path}: {reason}": "without" for path, reason in objects.get(LOST, {}).items()}
+
+
+def _skipped(skipped: Mapping[str, Any]) -> dict[str, str]:
+    labels = {"wanted": "to leave out", "done": "left out"}
+    return {skips_in_words(skip): label for name, label in labels.items() for skip in skipped.get(name, ())}
+
+
 def _own(name: str, *, is_of_fits: bool) -> Part:
     """Return a part that only fits have, and that is restored before Lightning's, or that only evaluations have."""
     return Part(name, "", lambda run, at: run.own[name](), when=lambda at: at.is_fit == is_of_fits, is_read_back=False)
@@ -339,7 +350,10 @@ _WAY_OF_A_LOADER = frozenset(
     )
 )
 
-OF_RUN = (GROUPS, REPLACED, GROWN, CREATED, BUCKETS, SKIPPED)
+OF_RUN = (
+    *(_own(name, is_of_fits=True) for name in (GROUPS, REPLACED, GROWN, CREATED, BUCKETS)),
+    replace(_own(SKIPPED, is_of_fits=True), remarks=_skipped),
+)
 """The parts that are of the run, and not of one rank."""
 
 PARTS = (
@@ -353,6 +367,7 @@ PARTS = (
         lambda run, at: run.objects.state_dict(at.where, at.state["loaders"]["places"], strict=at.strict),
         _load_objects,
         compare=lambda run, at, saved: run.objects.compared(saved),
+        remarks=_lost,
     ),
     Part(
         "files",
@@ -395,7 +410,7 @@ PARTS = (
         when=lambda at: at.where == VALIDATION_END,
         is_read_back=False,
     ),
-    *(_own(name, is_of_fits=True) for name in OF_RUN),
+    *OF_RUN,
     # What only `validate`, `test`, and `predict` have.
     Part(
         WEIGHTS,
@@ -420,3 +435,8 @@ Random generators are read first and restored last: everything in between may dr
 
 TITLES = {part.name: part.title for part in PARTS if part.title}
 """The name in reports of each part that they mention. A checkpoint that lacks one of these parts is not complete."""
+
+
+def remarks_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the state of a rank tells whoever inspects the checkpoint: texts, each with its label."""
+    return {text: label for part in PARTS for text, label in part.remarks(state.get(part.name, {})).items()}
