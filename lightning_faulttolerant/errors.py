@@ -165,16 +165,16 @@ class TrainingStopped(SystemExit):
     again.
     """
 
-    def __init__(self, code: int, reason: str) -> None:
+    def __init__(self, code: int, reason: str, by: str = "") -> None:
         super().__init__(code)
-        self.reason = reason
+        self.reason, self.by = reason, by
 
     def __str__(self) -> str:
         return f"{self.reason} (exit code {self.code})"
 
-    def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str]]:
+    def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str, str]]:
         # Pools send it to their script, and would wait if it did not arrive.
-        return type(self), (self.code, self.reason)
+        return type(self), (self.code, self.reason, self.by)
 
 
 class NotRepeatedError(TrainingStopped):

@@ -30,6 +30,7 @@ from lightning_faulttolerant.cli.found import (
 from lightning_faulttolerant.cli.text import remote_errors, safe, size_text, table
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.records.incidents import Incident, read_incident, step_of_incident
+from lightning_faulttolerant.records.ledger import ENDS, IN_EVALUATION
 from lightning_faulttolerant.records.lines import MAX_BYTES
 from lightning_faulttolerant.storage.store import open_file, split_path
 
@@ -329,8 +330,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _place(position: Mapping[str, object]) -> str:
-    where, evaluated = str(position.get("where")), position.get("validation_batch")
-    if where.rpartition(" ")[2] in ("validate", "test", "predict"):
+    where, evaluated = position.get("where"), position.get("validation_batch")
+    if where in (*IN_EVALUATION, *ENDS[1:]):
         return f"{where}: batch {evaluated}"
     batch = f"batch {position.get('batch')}" + (f", validation batch {evaluated}" if evaluated else "")
     hook = f", in {position['hook']}" if position.get("hook") else ""

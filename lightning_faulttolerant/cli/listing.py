@@ -20,7 +20,7 @@ from lightning_faulttolerant.cli.histories import FoundRun, runs_of
 from lightning_faulttolerant.cli.text import moment_json, moment_text, reason_of, remote_errors, safe, size_text, table
 from lightning_faulttolerant.cli.verification import CheckpointVerdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
-from lightning_faulttolerant.records.history import FINISHED
+from lightning_faulttolerant.records.ledger import ENDS
 from lightning_faulttolerant.records.runs import RegisteredRun
 
 DESCRIPTION = """\
@@ -246,8 +246,7 @@ def _number(content: object, name: str, lightning: Mapping[Any, Any], lightning_
 
 
 def _is_finished(content: object) -> bool:
-    where = mapping(part_of(content), "position").get("where")
-    return where in (FINISHED, "after validate", "after test", "after predict")
+    return mapping(part_of(content), "position").get("where") in ENDS
 
 
 def _content(file: FoundFile) -> tuple[object, CheckpointVerdict | None]:

@@ -114,7 +114,7 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
         for text in fit.incidents:
             yield from _wrapped(f"{name} {text}")
     for name, fit in fits:
-        if fit.text and not (fit.reason or "").startswith("stopped by "):
+        if fit.text and not fit.by:
             yield from _wrapped(f"{name}: {fit.text}")
     notes = dict.fromkeys(note for _, fit in fits if fit.resumed is not None for note in fit.resumed.notes)
     yield from _first_of([f"Note: {note}" for note in notes], "of notes")
@@ -141,7 +141,7 @@ def _processes(chapter: Chapter, made: float, *, is_last: bool) -> Iterator[str]
     for number, index, fit in fits:
         began = chapter.processes[number - 1].began if index == 0 else fit.began
         last = is_last and fit is fits[-1][2] and chapter.done is None
-        end = end_text(fit, is_last=last, made=made).removeprefix("stopped by ")
+        end = fit.by or end_text(fit, is_last=last, made=made)
         rows.append(
             [
                 str(number),

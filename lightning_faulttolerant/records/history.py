@@ -38,8 +38,8 @@ process), ``waited`` (seconds of waiting for autosaves since then). The kinds, a
 - ``alive``: its place, every ten seconds, so that the time of a kill is known. A fit that is younger than a hundred
   seconds writes it whenever it is a tenth older, but at most once per second.
 - ``end``: the fit is over, if the process could still write it. Its place, ``reason`` ("finished", "stopped by
-  SIGTERM", or the name of an exception), ``text`` (the same at length), ``saved``: the place of the last autosave, or
-  ``null``.
+  SIGTERM", or the name of an exception), ``by`` (what stopped it, such as "SIGTERM", if it was stopped), ``text`` (the
+  reason at length, unless it has finished), ``saved``: the place of the last autosave, or ``null``.
 - ``done``: the script ended normally, and its autosaves are removed. Without ``fit``.
 - ``shortened``: the first line, if whole processes were removed from the file. ``number`` (of them), ``since``.
 
@@ -83,8 +83,6 @@ SHORTENED = "shortened"
 
 FINISHED = "finished"
 """The reason of a fit that has finished."""
-STOPPED = "stopped by "
-"""The beginning of the reason of a fit that was stopped."""
 FIT = "fit"
 EVALUATIONS = ("validate", "test", "predict")
 
@@ -263,7 +261,8 @@ class FitHistory:
         last_seen: Its last known moment, including its end.
         reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception. ``None`` if it could not write
             the reason: it was killed, or still runs.
-        text: The same at length.
+        by: What stopped it: "SIGTERM"; empty if it was not stopped.
+        text: The reason at length.
         last_place: The last known place.
         saved: Where its last autosave was taken, as recorded at its end.
         parent: What the run began from, if it is a branch.
@@ -285,6 +284,7 @@ class FitHistory:
     data: tuple[tuple[float, float], ...] = ()
     last_seen: float
     reason: str | None = None
+    by: str = ""
     text: str = ""
     last_place: RunPlace | None = None
     saved: RunPlace | None = None

@@ -189,8 +189,8 @@ class _Reader:
             time = fit.autosaves[-1].taken if event in (AUTOSAVE, AUTOSAVES) else self._now
             fit.data.append((time, max(data, 0.0)))
         if event == END:
-            fit.known.update(reason=_text(line, "reason") or "?", text=_text(line, "text"))
-            fit.known["saved"] = place_of(line.get("saved"))
+            fit.known.update(reason=_text(line, "reason") or "?", by=_text(line, "by"))
+            fit.known.update(text=_text(line, "text"), saved=place_of(line.get("saved")))
         fit.last_seen = self._now
 
     @property

@@ -55,6 +55,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 BATCH_END, VALIDATION_START, EPOCH_END = "batch end", "validation", "epoch end"
+AT_VALIDATION = (VALIDATION_START, "in validation", "validation end")
+IN_EVALUATION = ("in validate", "in test", "in predict")
 ENDS = ("finished", "after validate", "after test", "after predict")
 """Places after a whole fit, or a whole evaluation."""
 

@@ -24,6 +24,7 @@ from lightning_faulttolerant.checkpoint.ranks import packed_state
 from lightning_faulttolerant.checkpoint.saving import atomic_torch_save
 from lightning_faulttolerant.checkpoint.schema import RANKS, STATES
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.records.ledger import AT_VALIDATION
 from lightning_faulttolerant.records.requests import skips_requested
 from lightning_faulttolerant.records.runs import VARIABLE as REGISTRY_VARIABLE
 from lightning_faulttolerant.state.objects.saved import names_in
@@ -99,7 +100,7 @@ def before(events: list[Event], resumed: Event | None) -> list[Event]:
     """Return the events before the place where a run continued; none if it started from the beginning."""
     if resumed is None:
         return []
-    name = "validation" if "validation" in resumed["where"] else "batch"
+    name = "validation" if resumed["where"] in AT_VALIDATION else "batch"
     place = (resumed["epoch"], resumed["batch"])
     kinds = ("batch", "left out") if name == "batch" else (name,)
     found = (i for i, e in enumerate(events) if e["event"] in kinds and (e["epoch"], e["batch"]) == place)

@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.schema import SavedPosition
 from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.history import EVALUATIONS
 
 FIT = "fit"
 
@@ -46,10 +47,8 @@ def num_evaluated(trainer: Trainer) -> int:
 
 BOUNDARY = "boundary"
 EPOCH_START = "epoch start"
-BATCH_END, VALIDATION, EPOCH_END = ledger.BATCH_END, ledger.VALIDATION_START, ledger.EPOCH_END
-IN_VALIDATION = "in validation"
-VALIDATION_END = "validation end"
-IN_EVALUATION = ("in validate", "in test", "in predict")
+BATCH_END, EPOCH_END, IN_EVALUATION = ledger.BATCH_END, ledger.EPOCH_END, ledger.IN_EVALUATION
+VALIDATION, IN_VALIDATION, VALIDATION_END = ledger.AT_VALIDATION
 FINISHED, EVALUATED = ledger.ENDS[0], ledger.ENDS[1:]
 IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, IN_VALIDATION, VALIDATION_END, EPOCH_END)
 
@@ -166,11 +165,9 @@ class TrainerPosition:
             VALIDATION_END: f"at the end of {run}",
             EPOCH_END: f"at the end of epoch {self.epoch}",
             FINISHED: "after the end of the fit",
+            **{f"in {of}": f"before batch {self.validation_batch} of {of}" for of in EVALUATIONS},
+            **{f"after {of}": f"after the end of {of}" for of in EVALUATIONS},
         }
-        if self.where in IN_EVALUATION:
-            return f"before batch {self.validation_batch} of {self.where.removeprefix('in ')}"
-        if self.where in EVALUATED:
-            return f"after the end of {self.where.removeprefix('after ')}"
         place = places.get(self.where, f"at batch {self.batch} of epoch {self.epoch}")
         return f"{place}, saved in {self.hook}" if self.hook else place
 

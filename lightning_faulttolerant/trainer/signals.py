@@ -90,7 +90,7 @@ def stopped_by(reason: StopReason, where: str, unsaved: str = "") -> TrainingSto
         where: The place in the run.
         unsaved: Why the state of that place could not be saved, if that failed.
     """
-    stopped = TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
+    stopped = TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}", reason.name)
     say_unsaved(stopped, unsaved)
     return stopped
 

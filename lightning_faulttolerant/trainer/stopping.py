@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 END_TIME_VARIABLE = "SLURM_JOB_END_TIME"
 _SCONTROL_SECONDS = 10.0
 _NAME = re.compile(r"\d+(_\d+)?")
+_NOT_REPEATED = StopReason(name="a batch that is not repeated", exit_code=NOT_REPEATED_EXIT_CODE)
 
 
 def queues_again(trainer: Trainer) -> bool:
@@ -342,7 +343,7 @@ class Stopping:
     def refuse(self, reason: str) -> None:
         """Stop all ranks at the next boundary, because this one does not repeat what it did before."""
         self.refusal = reason
-        self.signals.note(StopReason(name="a batch that is not repeated", exit_code=NOT_REPEATED_EXIT_CODE))
+        self.signals.note(_NOT_REPEATED)
 
     def stop_if_refused(self) -> None:
         """Stop all ranks here, without a save, if one of them does not repeat what it did before; a collective.
@@ -356,7 +357,7 @@ class Stopping:
                     _log.error("This rank stops, because rank %d does not repeat exactly what it did before.", rank)
                 self.refusal = reason
                 self.end_together()
-                raise NotRepeatedError(NOT_REPEATED_EXIT_CODE, reason)
+                raise NotRepeatedError(_NOT_REPEATED.exit_code, reason, _NOT_REPEATED.name)
 
     def before_sanity_batch(self) -> None:
         """Stop here if a rank was asked to stop. There is nothing to save in the sanity check.

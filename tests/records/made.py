@@ -111,7 +111,8 @@ class Story:
         return self._add(ALIVE, **self.place)
 
     def end(self, reason: str = "finished", *, saved: dict[str, Any] | None = None) -> Story:
-        return self._add(END, **self.place, reason=reason, text="", saved=saved)
+        by = reason.partition("stopped by ")[2]
+        return self._add(END, **self.place, reason=reason, by=by, text="", saved=saved)
 
     def done(self) -> Story:
         self.lines.append({"event": DONE, "time": self.now})

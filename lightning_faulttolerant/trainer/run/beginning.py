@@ -19,7 +19,7 @@ from lightning_faulttolerant.checkpoint.ranks import Alone, Ranks
 from lightning_faulttolerant.checkpoint.schema import MARK, CheckpointPart
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.history import DONE, END, STOPPED
+from lightning_faulttolerant.records.history import DONE, END
 from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.run_files import RunFiles, are_of_one_run, part_of
@@ -56,7 +56,7 @@ def _was_stopped(run: RunDirectory) -> bool:
     except Exception as error:  # noqa: BLE001 - training does not depend on it
         run.history.announce(error)
         return False
-    return bool(ends) and str(ends[-1].get("reason")).startswith(STOPPED)
+    return bool(ends) and bool(ends[-1].get("by"))
 
 
 def _continue(files: RunFiles, run: RunDirectory, choice: Choice) -> None:

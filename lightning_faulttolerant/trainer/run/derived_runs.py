@@ -31,7 +31,7 @@ from lightning_faulttolerant.checkpoint.schema import KEY, checked_part
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import BranchError, ReplayError, UnsafeCheckpointError
-from lightning_faulttolerant.records.history import END, FINISHED, FIT, STOPPED, name_of
+from lightning_faulttolerant.records.history import END, FINISHED, FIT, name_of
 from lightning_faulttolerant.records.requests import ReplayRequest, ReplayStart, StepPlace, write_start
 from lightning_faulttolerant.records.runs import Parent
 from lightning_faulttolerant.storage.store import open_store
@@ -310,7 +310,7 @@ class ReplayedRun:
         lines = [] if self._directory is None else open_history(self._directory, check=_do_nothing).lines()
         ends = [line for line in lines if line.get("event") == END and line.get("fit") == self._number]
         reason = str(ends[-1]["reason"]) if ends else "no end"
-        if not ends or reason == FINISHED or reason.startswith(STOPPED):
+        if not ends or reason == FINISHED or ends[-1].get("by"):
             raise ReplayError(
                 f"Fit {self._number} of the run in {self._directory} did not end with an exception: its history says"
                 f" {reason!r}. Name the step to replay instead: --until STEP."

@@ -33,7 +33,6 @@ from lightning_faulttolerant.records.history import (
     INCIDENT,
     SKIPPED,
     START,
-    STOPPED,
     UNSAVED,
     VALIDATION,
     name_of,
@@ -327,10 +326,9 @@ class HistoryWriter:
         self._noted.add(END)
         if self._untold:
             self._add(UNSAVED, **self._untold)
-        reason, text = reason_of(exception)
         saved = self.saved and self._place_of(self.saved)
         self._write_validated()
-        self._add(END, **self._here(), reason=reason, text=text, saved=saved)
+        self._add(END, **self._here(), **_end_of(exception), saved=saved)
         self.due_at = float("inf")
         self.file.flush()
 
@@ -371,20 +369,14 @@ class HistoryWriter:
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # some libraries color their messages, and a report is plain text
 
 
-def reason_of(exception: BaseException | None) -> tuple[str, str]:
-    """Return why a fit ended, in a few words and at length.
-
-    Args:
-        exception: The exception that ended the fit, if any.
-    """
+def _end_of(exception: BaseException | None) -> dict[str, str]:
+    """Return why a fit ended, in a few words and at length."""
     if exception is None:
-        return FINISHED, ""
+        return {"reason": FINISHED}
     if isinstance(exception, TrainingStopped):
-        name = exception.reason.removeprefix("Stopped by ").split(" ")
-        words = 2 if name[0] == "the" else 1
-        return f"{STOPPED}{' '.join(name[:words])}", exception.reason[:_MAX_TEXT]
-    name_of_type = type(exception).__name__
-    return name_of_type, f"{name_of_type}: {_COLOR.sub('', str(exception))}"[:_MAX_TEXT]
+        return {"reason": f"stopped by {exception.by}", "by": exception.by, "text": exception.reason[:_MAX_TEXT]}
+    name = type(exception).__name__
+    return {"reason": name, "text": f"{name}: {_COLOR.sub('', str(exception))}"[:_MAX_TEXT]}
 
 
 @functools.cache
