@@ -188,10 +188,12 @@ IN_BACKGROUND = {"async_save": True}
 
 
 def assert_stored(root: Path, **options: Any) -> None:
-    """Check the law with these options."""
+    """Check the law with these options, and that the last start has proved it."""
     repeats = 12 if "async_save" in options else 1
     group = Group(rows=(*PLAIN.rows, Row(name="options", options=options, repeats=repeats)))
-    assert_continues(whole_of(PLAIN), Training(group=group, root=root), CUTS)
+    training = Training(group=group, root=root)
+    assert_continues(whole_of(PLAIN), training, CUTS)
+    assert "identical to those of process 4" in training.starts[-1].output
 
 
 @pytest.mark.parametrize("options", [CHANGES, {**CHANGES, **IN_BACKGROUND, "keep_last": 1}], ids=str)
@@ -374,6 +376,7 @@ def test_killed_while_a_thread_writes(tmp_path: Path) -> None:
     training = Training(group=group, root=tmp_path, before=on_sync(Writes(7, 13, act=kill)))
     never = Cut(at=(9, 9))
     assert_continues(whole_of(PLAIN), training, [never, never])
+    assert all("identical to those of process" in start.output for start in training.starts[1:])
 
 
 def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:

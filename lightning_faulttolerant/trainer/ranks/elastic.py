@@ -235,7 +235,6 @@ class Resized:
             "gradients": self._gradients(),
             "metrics": metrics,
             "results": results,
-            "trainer": first["trainer"],
         }
         return for_other_ranks(parts, first, merged)
 

@@ -389,7 +389,6 @@ PARTS = (
         trainer_state,
         load_trainer_state,
         when=lambda at: at.is_fit,
-        for_others=MERGED,
         # By a finder of this process; of the last epoch, if another one begins.
         derived=frozenset({"validation_is_set_up", "epoch_length"}),
     ),
