@@ -307,6 +307,7 @@ def test_other_batch_stops_the_run(name: str, place: str, kind: str, where: str,
         assert stopped.codes == [77], stopped.output
         assert re.search(rf"repeated\.{kind}: {where} .* than in process {process}: \w+ then, \w+ now", stopped.output)
         assert f"--accept repeated.{kind} -- " in stopped.output
+    assert '"by": "a batch that is not repeated"' in next(tmp_path.rglob("history.jsonl")).read_text()
     training.before = lambda: (see(place)(), os.environ.update(PL_FAULT_TOLERANT_ACCEPT="repeated"))
     accepted = training.start(KILLS[name][2], run_id="run")
     assert "NOT EXACT since the resume: repeated" in accepted.output, accepted.output
