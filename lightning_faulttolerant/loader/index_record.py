@@ -188,8 +188,8 @@ class IndexRecord:
 
     def batch(self, number: int) -> object | None:
         """Return the index batch of this number, if it is still known."""
-        begin = self.handed_out - len(self.recent)
-        return self.recent[number - begin] if begin <= number < self.handed_out else None
+        at = number - self.handed_out
+        return self.recent[at] if -len(self.recent) <= at < 0 else None
 
     def go_to(self, plan: IndexPlan) -> None:
         """Count on from the position of a plan."""

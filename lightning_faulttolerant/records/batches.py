@@ -14,7 +14,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from lightning_faulttolerant.records.lines import open_own, parse_json
@@ -104,15 +104,21 @@ class BatchRecord:
         text = text if _HEADER.size + len(text) <= _HEADER_BYTES else b""
         self._memory[: _HEADER.size + len(text)] = _HEADER.pack(_MAGIC, life.encode(), self.process, len(text)) + text
         found = sorted(one for one in _LINE.iter_unpack(self._memory[_HEADER_BYTES:]) if one[0] == one[-1] > 0)
-        self._num_written = found[-1][0] if found else 0
+        self.write = self._writer(found[-1][0] if found else 0)
+        """Writes the line of a batch: the fields of `BatchLine`."""
         self.earlier = [BatchLine(*values) for _, *values, _ in found]
         """The lines of earlier processes, the oldest first, without those that were torn."""
 
-    def write(self, line: tuple[int, ...]) -> None:
-        """Write the line of a batch: the fields of `BatchLine`."""
-        at = _HEADER_BYTES + _LINE.size * (self._num_written % _NUM_LINES)
-        self._num_written = number = self._num_written + 1
-        _LINE.pack_into(self._memory, at, number, *line, number)
+    def _writer(self, num_written: int) -> Callable[..., None]:
+        memory, pack = self._memory, _LINE.pack_into
+
+        def write(*line: int) -> None:  # after a step, each attribute costs more than its work
+            nonlocal num_written
+            at = _HEADER_BYTES + _LINE.size * (num_written % _NUM_LINES)
+            num_written += 1
+            pack(memory, at, num_written, *line, num_written)
+
+        return write
 
     def forget(self) -> None:
         """Forget the lines of this process: they are of a run that is not repeated."""

@@ -28,14 +28,12 @@ from lightning_faulttolerant.errors import IncidentError, RanksLostError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.records.incidents import NUM_LOSSES, Incident, MeasuredStep, Rule, what_happened
 from lightning_faulttolerant.records.requests import StepPlace
-from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.state.tensors import shard_of
 from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
-from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
+from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.steps.compat import fetches_seen
 from lightning_faulttolerant.trainer.steps.digests import digest
-from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
+from lightning_faulttolerant.trainer.steps.followed import WholeStep, WholeSteps
 from lightning_faulttolerant.trainer.steps.incident_writer import IncidentWriter
 
 _log = logging.getLogger(__name__)
@@ -57,10 +55,10 @@ class StepDump:
         self._trainer = trainer
         self._loaders = loaders
         self._directory = directory
-        self._followed = FollowedLoop(trainer.fit_loop.epoch_loop, loaders, TRAIN)
         self._place: StepPlace | None = None
         self._known: dict[str, Any] = {}
-        patches.around(trainer.strategy, "training_step", self._around_step)
+        # Noted before the step, too: an exception in it must not lose it.
+        WholeSteps(trainer, loaders, keep=_copied, begun=self._note, done=self._note).take_seams(patches)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
     def begin(self, place: StepPlace) -> None:
@@ -89,7 +87,9 @@ class StepDump:
         }
         with open(f"{path}.json", "w", encoding="utf-8") as file:
             json.dump(told, file, indent=1, default=repr)
-        tensors = {name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in known["states"].items()}
+        tensors = {
+            name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in known["generators"].items()
+        }
         kept = {name: known.get(name) for name in ("fetched", "indices", "worker", "loss", "gradient_norms")}
         try:
             torch.save({**step, **kept, "generators": tensors}, f"{path}.pt")
@@ -97,32 +97,18 @@ class StepDump:
             _log.warning("The batch can't be pickled, and is left out of %s.pt: %s", path, error)
             torch.save({**step, **kept, "fetched": None, "generators": tensors}, f"{path}.pt")
 
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
-        self._followed.order()
-        if self._place is None:
-            return original(*args, **kwargs)
-        states, fetched = rng_state(), []
-        with fetches_seen(self._trainer.fit_loop, lambda batch: fetched.append(_copied(batch))):
-            if args and not hasattr(args[0], "__next__"):
-                fetched.append(_copied(args[0]))
-            # Noted before the step: an exception in it must not lose them.
-            self._note(fetched, states)
-            output = original(*args, **kwargs)
-        self._followed.order()  # a step may fetch by itself
-        self._note(fetched, states)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._known["loss"] = loss.detach().cpu().clone() if isinstance(loss, torch.Tensor) else None
-        return output
-
-    def _note(self, fetched: list[object], states: Mapping[str, bytes]) -> None:
-        indices = self._followed.indices()
+    def _note(self, step: WholeStep) -> None:
+        if self._place is None or not step.is_training:
+            return
+        fetched, indices = step.batches, step.indices
+        loss = step.output.get("loss") if isinstance(step.output, Mapping) else step.output
         self._known |= {
             "fetched": fetched[0] if len(fetched) == 1 else list(fetched),
             "indices": None if indices is None else {place: _listed(each) for place, each in indices.items()},
             "worker": self._workers(indices),
             "inputs": [leaf for batch in fetched for leaf in leaves_of("", batch)],
-            "states": dict(states),
-            "generators": dict(states),
+            "generators": dict(step.generators),
+            "loss": loss.detach().cpu().clone() if isinstance(loss, torch.Tensor) else None,
         }
 
     def _workers(self, indices: Mapping[str, object] | None) -> dict[str, int | None]:

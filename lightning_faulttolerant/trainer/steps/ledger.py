@@ -1,8 +1,6 @@
 """Writes the ledger of one fit or evaluation. It only observes: it draws no random numbers, and is not a hook.
 
 `lightning_faulttolerant.records.ledger` describes the lines.
-
-The batches of validation runs and evaluations: what a ledger says of each, and where a drill finds it.
 """
 
 from __future__ import annotations
@@ -21,19 +19,12 @@ from lightning_faulttolerant.records.ledger import EVALUATED
 from lightning_faulttolerant.records.lines import LineFile
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.adapters.compat import logger_connector_state
-from lightning_faulttolerant.trainer.compat import num_completed, step_fetches
+from lightning_faulttolerant.trainer.compat import num_completed
 from lightning_faulttolerant.trainer.evaluation.compat import is_predicting
-from lightning_faulttolerant.trainer.loaders.loaders import TRAIN
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated, stage_of
+from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of, num_evaluated
 from lightning_faulttolerant.trainer.run.fingerprint import surroundings
-from lightning_faulttolerant.trainer.steps.compat import (
-    as_logged,
-    fetches_seen,
-    fetching_by_itself,
-    is_after_the_batches,
-    logger_connector,
-)
+from lightning_faulttolerant.trainer.steps.compat import as_logged, is_after_the_batches, logger_connector
 from lightning_faulttolerant.trainer.steps.digests import (
     digest,
     exact,
@@ -42,7 +33,7 @@ from lightning_faulttolerant.trainer.steps.digests import (
     optimizers_digest,
     weights_digest,
 )
-from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
+from lightning_faulttolerant.trainer.steps.followed import WholeStep, WholeSteps
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.any_session import AnySession
@@ -60,43 +51,9 @@ def training_place(trainer: Trainer) -> dict[str, int]:
     return {"epoch": trainer.current_epoch, "batch": num_completed(trainer)}
 
 
-def around_steps(trainer: Trainer, patches: Patches, wrapper: Method) -> None:
-    """Let `wrapper` run around the steps of validation runs, or of the evaluation, except in the sanity check."""
-
-    def unless_sanity_checking(step: Method, *args: object, **kwargs: object) -> object:
-        return step(*args, **kwargs) if trainer.sanity_checking else wrapper(step, *args, **kwargs)
-
-    patches.around(trainer.strategy, f"{stage_of(trainer)}_step", unless_sanity_checking)
-
-
-class EvaluatedBatches:
-    """Writes a line for each batch.
-
-    Args:
-        trainer: The trainer that evaluates.
-        write: Writes a line of a kind, with these values.
-    """
-
-    def __init__(self, trainer: Trainer, write: Callable[..., None]) -> None:
-        self._trainer = trainer
-        self._write = write
-
-    def around_step(self, original: Method, batch: object, *args: object) -> object:
-        """Run a step, and write its line."""
-        trainer = self._trainer
-        rng = digest(rng_state())
-        if fetching_by_itself(loop_of(trainer)):
-            contents: list[str] = []
-            with fetches_seen(loop_of(trainer), lambda fetched: contents.append(digest(fetched))):
-                output = original(batch, *args)
-            content = digest(contents)
-        else:
-            content = digest(batch)
-            output = original(batch, *args)
-        number = {"validation_batch": num_evaluated(trainer)}
-        values = {"content": content, "rng": rng, "output": exact(output)}
-        self._write(EVALUATED, **training_place(trainer), **number, **values)
-        return output
+def _one_of(digests: list[Any]) -> str:
+    """Return the digest of a batch, or one of all that a step has fetched by itself."""
+    return digests[0] if len(digests) == 1 else digest(digests)
 
 
 def returned_by(loop: Any, results: Any) -> dict[str, object]:
@@ -204,12 +161,12 @@ class FitLedger:
         self._trainer = trainer
         self._lines = _Lines(file, number)
         self._session = session
-        loop = trainer.fit_loop.epoch_loop
-        self._followed = None if session is None else FollowedLoop(loop, session.loaders, TRAIN)
+        loaders = None if session is None else session.loaders
+        self._steps = WholeSteps(trainer, loaders, keep=digest, done=self._note_step)
+        self._step: WholeStep | None = None
         self._has_begun = self._has_told_resume = False
         self._logged = _LoggedValues(trainer, self._log)
-        self._batch: dict[str, object] = {}
-        self._place = (0, 0)  # the epoch, and how many of its batches have begun
+        self._place: tuple[int, int] | None = None  # the epoch, and how many of its batches have begun
         self._returned: dict[str, object] = {}
         self._is_fit = function_of(trainer) == FIT
         if session is not None:
@@ -222,18 +179,14 @@ class FitLedger:
         loop = trainer.fit_loop if self._is_fit else loop_of(trainer)
         patches.around(loop, "reset", self._around_reset)
         if self._is_fit:
-            self._take_seams_of_training()
+            patches.around(logger_connector(trainer), "on_batch_start", self._around_batch_start)
+            patches.around(trainer.fit_loop.epoch_loop.automatic_optimization, "run", self._around_optimization)
+            patches.around(trainer.fit_loop.epoch_loop.manual_optimization, "run", self._around_optimization)
             patches.around(logger_connector(trainer), "log_eval_end_metrics", self._around_validation_end)
         else:
             patches.around(loop, "run", self._around_evaluation)
         self._logged.take_seams(loop, patches)
-        around_steps(trainer, patches, EvaluatedBatches(trainer, self._write).around_step)
-
-    def _take_seams_of_training(self) -> None:
-        patches, epoch_loop = self._patches, self._trainer.fit_loop.epoch_loop
-        patches.around(logger_connector(self._trainer), "on_batch_start", self._around_batch_start)
-        patches.around(epoch_loop.automatic_optimization, "run", self._around_step)
-        patches.around(epoch_loop.manual_optimization, "run", self._around_step)
+        self._steps.take_seams(patches)
 
     def _autosaved(self, position: TrainerPosition, path: str) -> None:
         """Write a line for an autosave that is written and verified."""
@@ -292,8 +245,7 @@ class FitLedger:
             return
         self._has_told_resume = True
         epoch, batch = (report.epoch, report.batch) if self._is_fit else (0, 0)
-        if not self._batch:
-            self._place = (epoch, batch)
+        self._place = self._place or (epoch, batch)
         place = {"epoch": epoch, "batch": batch, "where": report.where, "text": report.position}
         place |= {} if report.num_validated is None else {"validation_batch": report.num_validated}
         exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
@@ -306,51 +258,34 @@ class FitLedger:
         if not self._has_begun:
             self._begin()
 
-    def _around_batch_start(self, original: Method, batch: object, *args: object, **kwargs: object) -> None:
+    def _around_batch_start(self, original: Method, *args: object, **kwargs: object) -> None:
         if self._trainer.training:
-            self._batch = self._known_of(batch)
             self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
-        original(batch, *args, **kwargs)
+        original(*args, **kwargs)
 
-    def _known_of(self, batch: object) -> dict[str, object]:
-        known: dict[str, object] = {"order": None, "content": None, "rng": digest(rng_state())}
-        if not step_fetches(self._trainer):  # otherwise Lightning passes the batch of the previous step
-            known["content"] = digest(batch)
-            known["order"] = self._order()
-        return known
-
-    def _order(self) -> str | None:
-        order = 0 if self._followed is None else self._followed.order()
-        return f"{order:08x}" if order else None
-
-    def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
-        if step_fetches(self._trainer):
-            outcome = self._run_fetching(original, *args, **kwargs)
-        else:
-            outcome = original(*args, **kwargs)
-        self._write(
-            kinds.BATCH,
-            epoch=self._trainer.current_epoch,
-            batch=num_completed(self._trainer),
-            **self._batch,
-            loss=exact(outcome.get("loss")),
-            learning_rates=learning_rates(self._trainer),
-        )
+    def _around_optimization(self, original: Method, *args: object, **kwargs: object) -> object:
+        outcome = original(*args, **kwargs)
+        if self._step is not None:
+            step, self._step = self._step, None
+            order = _one_of([f"{one:08x}" for one in step.orders]) if step.orders and all(step.orders) else None
+            loss = step.output.get("loss") if isinstance(step.output, Mapping) else step.output
+            rates = learning_rates(self._trainer)
+            self._write(kinds.BATCH, **self._known_of(step), order=order, loss=exact(loss), learning_rates=rates)
         return outcome
 
-    def _run_fetching(self, original: Method, *args: object, **kwargs: object) -> Any:
-        """Run a step that fetches its batches by itself, and note all of them."""
-        contents, orders = list[str](), []
+    def _note_step(self, step: WholeStep) -> None:
+        if step.is_training:
+            self._step = step
+            return
+        number = num_evaluated(self._trainer)
+        self._write(EVALUATED, **self._known_of(step), validation_batch=number, output=exact(step.output))
 
-        def seen(batch: object) -> None:
-            contents.append(digest(batch))
-            orders.append(self._order())
-
-        with fetches_seen(self._trainer.fit_loop, seen):
-            outcome = original(*args, **kwargs)
-        self._batch["content"] = digest(contents)
-        self._batch["order"] = None if None in orders else digest(orders)
-        return outcome
+    def _known_of(self, step: WholeStep) -> dict[str, object]:
+        return {
+            **training_place(self._trainer),
+            "content": _one_of(step.batches),
+            "rng": digest(step.generators),
+        }
 
     def _around_validation_end(self, original: Method, metrics: Any) -> None:
         if not self._trainer.sanity_checking:
@@ -370,7 +305,7 @@ class FitLedger:
         validating = is_evaluating(self._trainer)
         if not self._has_told_resume:
             self._tell_resume()
-        epoch, batch = self._place
+        epoch, batch = self._place or (0, 0)
         self._write(
             kinds.LOG,
             epoch=epoch,

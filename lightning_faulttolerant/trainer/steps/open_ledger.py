@@ -31,11 +31,11 @@ from lightning_faulttolerant.records.requests import replay_requested
 from lightning_faulttolerant.trainer.any_session import AnySession
 from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, is_nobodys_training, signal_connector
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of, num_evaluated
+from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of, num_evaluated, stage_of
 from lightning_faulttolerant.trainer.process import is_nested_fit, next_number
 from lightning_faulttolerant.trainer.settings import Options
 from lightning_faulttolerant.trainer.steps.compat import logger_connector
-from lightning_faulttolerant.trainer.steps.ledger import FitLedger, around_steps, is_evaluating, training_place
+from lightning_faulttolerant.trainer.steps.ledger import FitLedger, is_evaluating, training_place
 
 
 class OpenLedger:
@@ -154,7 +154,7 @@ class Fault:
         trainer, hook = self._trainer, self._place.hook
         epoch_loop = trainer.fit_loop.epoch_loop
         if self._place.is_in_evaluation:
-            around_steps(trainer, patches, self._around_before)
+            patches.around(trainer.strategy, f"{stage_of(trainer)}_step", self._around_before)
         elif hook == "start":
             patches.around(epoch_loop.automatic_optimization, "run", self._around_before)
             patches.around(epoch_loop.manual_optimization, "run", self._around_before)
@@ -178,7 +178,7 @@ class Fault:
             place = (*place, num_evaluated(self._trainer) - 1)
         elif not self._trainer.training:
             return
-        if place == self._place.batch[1:]:
+        if place == self._place.batch[1:] and not self._trainer.sanity_checking:
             raise DrillFault(
                 f"A drill requested this exception with {FAULT_VARIABLE}={self._place}. The script is fine. Run it "
                 "without the variable to continue."

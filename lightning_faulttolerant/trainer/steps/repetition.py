@@ -132,8 +132,9 @@ class Repetition:
             patches.wrap(strategy, "batch_to_device", self._wrap_transfer)
         for logger in self._trainer.loggers:
             patches.wrap(logger, "log_metrics", self._wrap_log)
-        for name in ("training_step", "validation_step", "test_step", "predict_step"):
-            patches.wrap(strategy, name, self._wrap_step)
+        patches.wrap(strategy, "training_step", self._wrap_training_step)
+        for name in ("validation_step", "test_step", "predict_step"):
+            patches.wrap(strategy, name, self._wrap_evaluation_step)
         if self._function == FIT:
             patches.around(self._trainer.fit_loop, "on_run_end", self._around_end)
 
@@ -155,8 +156,7 @@ class Repetition:
         else:
             self._record.clear()
         for loop in (self._training, self._evaluation):
-            loop.find_trackers()
-            loop.order()  # from here on, what moves counts
+            loop.begin()
         self._last = max((one.number for one in self.known.values()), default=0)
         return len(self.known) if is_known and self._record.process > 1 else None
 
@@ -188,20 +188,35 @@ class Repetition:
 
         return batch_to_device
 
-    def _wrap_step(self, original: Method) -> Method:
-        state, is_on, note = self._trainer.state, self._is_on, self._note
-        training, evaluation, is_moved = self._training, self._evaluation, self._is_moved
+    def _wrap_training_step(self, original: Method) -> Method:
+        is_on, is_moved, note = self._is_on, self._is_moved, self._note
+        total, current, epochs, order = self._total, self._training.current, self._epochs, self._training.order
 
-        def step(*args: Any, **kwargs: object) -> object:
+        def training_step(*args: Any, **kwargs: object) -> object:
             content = self._moved if is_moved else sampled_digest(args[0])  # the step may change it
             output = original(*args, **kwargs)
-            is_training = state.stage is RunningStage.TRAINING
-            order = (training if is_training else evaluation).order()
-            if is_on() and state.stage is not RunningStage.SANITY_CHECKING:
-                note(args, output, order, content, is_training=is_training)
+            number, found = total.ready, order()
+            if number != self._noted and is_on():  # some optimizers call the step again
+                self._noted, self._evaluated = number, 0
+                note((number, epochs.completed, current.ready - 1, 0, 0, self._process, found, content), output)
             return output
 
-        return step
+        return training_step
+
+    def _wrap_evaluation_step(self, original: Method) -> Method:
+        state = self._trainer.state
+
+        def evaluation_step(*args: Any, **kwargs: object) -> object:
+            content = self._moved if self._is_moved else sampled_digest(args[0])
+            output, found = original(*args, **kwargs), self._evaluation.order()
+            if self._is_on() and state.stage is not RunningStage.SANITY_CHECKING:
+                self._evaluated += 1
+                loader = args[2] if len(args) > _NUM_ARGUMENTS else 0
+                place = (self._total.ready, self._epochs.completed, self._training.current.ready, self._evaluated)
+                self._note((*place, loader, self._process, found, content), output)
+            return output
+
+        return evaluation_step
 
     def _wrap_log(self, original: Method) -> Method:
         def log_metrics(*args: object, **kwargs: object) -> object:
@@ -210,25 +225,17 @@ class Repetition:
 
         return log_metrics
 
-    def _note(self, args: tuple[Any, ...], output: object, order: int, content: int, *, is_training: bool) -> None:
-        number, batch, loader = self._total.ready, self._training.current.ready, 0
-        if not is_training:
-            self._evaluated += 1
-            loader = args[2] if len(args) > _NUM_ARGUMENTS else 0
-        elif number == self._noted:  # some optimizers call the step again
-            return
+    def _note(self, place: tuple[int, ...], output: Any) -> None:
+        logged, self._logged = self._logged, 0
+        if not isinstance(output, Tensor):
+            output = _tensors(output) or self._weight(place[0] + self._evaluated)
+        if self._is_moved:
+            self._pending.append((*_on_the_way([output] if isinstance(output, Tensor) else output), place, logged))
+            self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
+        elif self.known or self._is_refused:
+            self._end((*place, sampled_digest(output), logged))
         else:
-            self._evaluated, batch = 0, batch - 1
-        self._noted, logged, self._logged = number, self._logged, 0
-        place = (number, self._epochs.completed, batch, self._evaluated, loader, self._process, order, content)
-        returned = (
-            [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(number + self._evaluated)
-        )
-        if not self._is_moved or all(one.is_cpu for one in returned):
-            self._end((*place, sampled_digest(returned), logged))
-            return
-        self._pending.append((*_on_the_way(returned), place, logged))
-        self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
+            self._record.write(*place, sampled_digest(output), logged)
 
     def _weight(self, number: int) -> list[Tensor]:
         """Return the beginning of a weight, of another one each time: a step that returns no tensor may train it."""
@@ -253,7 +260,7 @@ class Repetition:
         if self._is_refused:  # the lines of the earlier process stay
             return
         if not self.known or self._is_same(BatchLine(*values)):
-            self._record.write(values)
+            self._record.write(*values)
 
     def _is_same(self, line: BatchLine) -> bool:
         if line.number > self._last:
@@ -334,7 +341,13 @@ def _few_of(tensor: Tensor) -> Tensor:
 def sampled_digest(value: object, digest: int = 0) -> int:
     """Return a checksum of the values in a batch; of a large tensor, of those at its beginning, middle, and end."""
     if isinstance(value, Tensor):
-        return _of_tensor(value, digest)
+        try:
+            if value.is_cpu and value.is_contiguous() and (num_bytes := value.nbytes) <= _MAX_BYTES:
+                address = value.data_ptr()  # 0 if it has no memory
+                return crc32(_bytes(num_bytes).from_address(address), digest) if address else digest
+            return _of_others(value, digest)
+        except (RuntimeError, TypeError):  # it is sparse or nested
+            return digest
     if isinstance(value, (list, tuple)):
         for one in value[:_MAX_ITEMS]:
             digest = sampled_digest(one, digest)
@@ -349,20 +362,16 @@ def _bytes(num: int) -> type[Array[c_char]]:
     return c_char * num
 
 
-def _of_tensor(tensor: Tensor, digest: int) -> int:
-    try:
-        if not tensor.is_cpu:
-            return digest
-        if not tensor.is_contiguous():
-            step = -(-tensor.numel() // _NUM_SAMPLED)
-            tensor = tensor.detach()[:: min(step, len(tensor))].contiguous()
-        num_bytes, address = tensor.nbytes, tensor.data_ptr()
-    except (RuntimeError, TypeError):  # it is sparse or nested
+def _of_others(tensor: Tensor, digest: int) -> int:
+    """Return a checksum of a tensor that is large, has gaps, or is elsewhere."""
+    if not tensor.is_cpu:
         return digest
-    if not address:  # it has no memory
-        return digest
+    if not tensor.is_contiguous():
+        step = -(-tensor.numel() // _NUM_SAMPLED)
+        tensor = tensor.detach()[:: min(step, len(tensor))].contiguous()
+    num_bytes, address = tensor.nbytes, tensor.data_ptr()
     if num_bytes <= 3 * _MAX_BYTES:
-        return crc32(_bytes(num_bytes).from_address(address), digest)
+        return crc32(_bytes(num_bytes).from_address(address), digest) if address else digest
     for at in (0, num_bytes // 2, num_bytes - _MAX_BYTES):
         digest = crc32(_bytes(_MAX_BYTES).from_address(address + at), digest)
     return digest
