@@ -300,8 +300,9 @@ class EvaluationResume:
         saved = self._saved.fingerprint
         if self._saved.other_ranks is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], found["trainer"])}
-        lines = [line for name in ("module", "trainer") for line in differences(saved[name], found[name], name)]
-        return "; ".join(lines)
+        return "; ".join(
+            str(one) for name in ("module", "trainer") for one in differences(saved[name], found[name], name)
+        )
 
     def put_back_splits(self) -> None:
         """Restore the splits that the script drew before the first start. `why_other_data` says if that fails."""
@@ -399,7 +400,7 @@ class EvaluationResume:
             notes=(*self.notes, *self._run_state.objects.notes),
             seconds=time.monotonic() - self._saved.began,
         )
-        changed = list(differences(self._saved.part["surroundings"], surroundings(self._trainer)))
+        changed = list(map(str, differences(self._saved.part["surroundings"], surroundings(self._trainer))))
         is_exact = not (self._reasons or objects or self._loaders.exactness.reasons)
         self.proving.begin_to_repeat(self._saved.ranks, position, is_exact=is_exact, changed=changed)
         self._saved.forget()

@@ -181,10 +181,8 @@ class StartFingerprint:
 
     def differs(self, saved: Mapping[str, object]) -> list[str]:
         """Return a line for each difference in `core` and `data` from another fingerprint's `state_dict`."""
-        return [
-            *differences(saved.get("core", {}), self.core),
-            *differences(saved.get("data", {}), self.data),
-        ]
+        own = {"core": self.core, "data": self.data}
+        return [str(one) for name in own for one in differences(saved.get(name, {}), own[name])]
 
     def has_core(self, saved: Mapping[str, Any]) -> bool:
         """Return whether another fingerprint has the same `core`."""

@@ -23,6 +23,7 @@ from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.decoding import set_attribute
 from lightning_faulttolerant.state.reachable import path_name, walk
 from lightning_faulttolerant.trainer.log import tell
+from lightning_faulttolerant.trainer.run.changes import NamedDifference
 from lightning_faulttolerant.trainer.run.fingerprint import digest_list
 
 _CLASSES = (Subset, SubsetRandomSampler)
@@ -108,17 +109,17 @@ class Splits:
         parts = [] if all(part.is_sorted for part in self._parts) else self._parts
         return [{"of": part.of, "path": part.path, _INDICES: _packed(part.indices)} for part in parts]
 
-    def put_back(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    def put_back(self, saved: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[NamedDifference]]:
         """Restore the indices of the first start, for each data set whose parts are known.
 
         Args:
             saved: A `state_dict` of the first start.
 
         Returns:
-            A note for each part that was restored, and a line for each part of training that differs, with both values.
+            A note for each part that was restored, and each part of training that differs.
         """
         then = [_Part(of=one["of"], path=one["path"], indices=_unpacked(one[_INDICES])) for one in saved]
-        notes, differences = list[str](), list[str]()
+        notes, differences = list[str](), list[NamedDifference]()
         for of in dict.fromkeys(part.of for part in then):
             pairs = _pairs(self._parts, then, of)
             restored = _restorable(pairs)
@@ -131,7 +132,7 @@ class Splits:
                     notes.append(f"{part.name}: restored to what the first start drew")
                 elif part.path:
                     now, before = digest_list(part.indices.tolist()), digest_list(other.indices.tolist())
-                    differences.append(f"{part.path}.{_INDICES}: {before!r} when it was saved, {now!r} now")
+                    differences.append(NamedDifference.of(f"{part.path}.{_INDICES}", repr(before), repr(now)))
         return notes, differences
 
 

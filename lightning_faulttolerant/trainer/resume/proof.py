@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -27,7 +26,8 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.position import TrainerPosition
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.resume.report import Proof
-from lightning_faulttolerant.trainer.run.fingerprint import Comparison, accepting, names_in
+from lightning_faulttolerant.trainer.run.changes import NamedDifference
+from lightning_faulttolerant.trainer.run.fingerprint import Comparison, accepting
 from lightning_faulttolerant.trainer.save.lightnings import lightnings, weights_in
 from lightning_faulttolerant.trainer.save.run_state import ReadBack, RunState
 from lightning_faulttolerant.trainer.steps.repetition import Repetition
@@ -111,29 +111,15 @@ def _mark_of(tensor: Tensor) -> _LeafMark:
     return _LeafMark(f"{tensor.item()}, a {form}" if tensor.numel() == 1 else f"a {form}", content_hash(tensor))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangedLeaf:
-    """A leaf that is not as it was saved.
-
-    Args:
-        path: Where it is in the state.
-        saved: Its value or mark in the file.
-        now: Its live value or mark.
-    """
-
-    path: str
-    saved: object
-    now: object
-
-    def __str__(self) -> str:
-        saved, now = (repr(one)[:_SHOWN_CHARACTERS] for one in (self.saved, self.now))
-        is_content = " with another content" if saved == now else ""
-        return f"{self.path}: {saved} when it was saved, {now}{is_content} now"
+def _changed(path: str, saved: object, now: object) -> NamedDifference:
+    """Return the difference of a leaf, from its values or marks."""
+    then, here = (repr(one)[:_SHOWN_CHARACTERS] for one in (saved, now))
+    return NamedDifference.of(path, then, f"{here} with another content" if then == here else here)
 
 
-def not_read_back(lines: Sequence[str], *, path: str) -> NotExactError:
+def not_read_back(lines: Sequence[NamedDifference], *, path: str) -> NotExactError:
     """Return the error for values that a resume from `path` has not restored as they were saved, with advice."""
-    names = names_in(lines)
+    names = [one.name for one in lines]
     if len(names) > _FEW:
         names = list(dict.fromkeys(name.partition(".")[0] for name in names))
     more = [f"  and {len(lines) - _MANY} more"] if len(lines) > _MANY else []
@@ -236,7 +222,7 @@ class Proving:
 
     def differences(
         self, run_state: RunState, saved: Mapping[str, Any], position: TrainerPosition, *, without: Collection[str] = ()
-    ) -> list[ChangedLeaf]:
+    ) -> list[NamedDifference]:
         """Return the leaves that are not as they were saved.
 
         Args:
@@ -254,14 +240,14 @@ class Proving:
             if part.name in noted
             for one in self._compared(noted[part.name], part.read, part.name)
         ]
-        found = [one for one in found if _VALIDATION_LOOP not in one.path and not self._is_added(one)]
+        found = [one for one in found if _VALIDATION_LOOP not in one.name and not self._is_added(one)]
         places = saved.get("loaders", {}).get("places", {}).values()
         self._has_workers = any(place.get("workers") for place in places)
         for part, values in run_state.read_back(position, saved):
             then, now = values()
             leaves = dict(leaves_of(then, part.name, without=part.derived))
             found += self._compared(leaves, partial(_live, values), part.name, now)
-        return [one for one in found if not any(is_at(one.path, path) for path in without)]
+        return [one for one in found if not any(is_at(one.name, path) for path in without)]
 
     def _only_parameters(self, weights: Leaves) -> Leaves:
         held = {one.data_ptr() for one in self._trainer.lightning_module.parameters()}
@@ -269,24 +255,28 @@ class Proving:
         shared = {f"weights.{name}" for name, one in live.items() if isinstance(one, Tensor) and one.data_ptr() in held}
         return {path: one for path, one in weights.items() if path in shared}
 
-    def _is_added(self, one: ChangedLeaf) -> bool:
+    def _is_added(self, one: NamedDifference) -> bool:
         """Return whether other code has added a key to the state of a callback in the checkpoint."""
-        if not is_at(one.path, "callbacks"):
+        if not is_at(one.name, "callbacks"):
             return False
         states = {f"callbacks.{callback.state_key}": callback.state_dict() for callback in self._callbacks()}
         own = [f"{path}.{key}" for path, state in states.items() if isinstance(state, dict) for key in state]
-        return not any(is_at(one.path, path) for path in own)
+        return not any(is_at(one.name, path) for path in own)
 
     def _callbacks(self) -> list[Callback]:
         # The states of ModelCheckpoints continue together with their files.
         return [one for one in compat.callbacks(self._trainer) if not isinstance(one, ModelCheckpoint)]
 
-    def _compared(self, saved: Leaves, read: Callable[[], object], name: str, live: object = None) -> list[ChangedLeaf]:
+    def _compared(
+        self, saved: Leaves, read: Callable[[], object], name: str, live: object = None
+    ) -> list[NamedDifference]:
         now: Leaves = dict(leaves_of(read() if live is None else live, name))
-        found = [ChangedLeaf(path=path, saved=one, now=now.get(path, _NOTHING)) for path, one in saved.items()]
-        found = [one for one in found if type(one.saved) is not type(one.now) or one.saved != one.now]
+        pairs = {path: (one, now.get(path, _NOTHING)) for path, one in saved.items()}
+        found = {
+            path: (one, other) for path, (one, other) in pairs.items() if type(one) is not type(other) or one != other
+        }
         self._num_read_back += len(saved) - len(found)
         if not found:
             return []
         again = dict(leaves_of(read(), name))  # what depends on the clock has changed since
-        return [one for one in found if again.get(one.path, _NOTHING) == one.now]
+        return [_changed(path, *both) for path, both in found.items() if again.get(path, _NOTHING) == both[1]]

@@ -19,7 +19,7 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import function_of
 from lightning_faulttolerant.trainer.resume.proof import Proving
 from lightning_faulttolerant.trainer.run.beginning import PlaceOfFit
-from lightning_faulttolerant.trainer.run.fingerprint import accepting, names_in, warn_late
+from lightning_faulttolerant.trainer.run.fingerprint import accepting, warn_late
 from lightning_faulttolerant.trainer.steps.repetition import OUTPUT, OtherBatch, Repetition
 from lightning_faulttolerant.trainer.stopping import Stopping
 
@@ -88,13 +88,13 @@ def _end(
     if other.kind == OUTPUT and settings:
         _log.warning("%s. The arithmetic of this run may differ: %s.", other, "; ".join(settings))
         return True
-    if not proving.comparison.take_read_back([str(other)]):
+    if not proving.comparison.take_read_back([other.difference()]):
         warn_late([str(other)])
         return True
     edits = "".join(f" Note that {line}." for line in edited(repetition))
     reason = (
         f"This run does not repeat exactly what it did before. {other}.{edits} Its last autosave stays. To continue "
-        f"all the same, type:\n{accepting(names_in([str(other)]))}"
+        f"all the same, type:\n{accepting([other.difference().name])}"
     )
     _log.error("%s", reason)
     stopping.refuse(reason)

@@ -287,7 +287,7 @@ class Resume:
         of_settings = self._differences.of_settings
         (of_settings or self._differences.all).compare(saved, settings, ("optimizers", "trainer"))
         if of_settings is not None:
-            of_settings.not_exact += differences(saved.get("limits", {}), settings["limits"], "trainer")
+            of_settings.not_exact += map(str, differences(saved.get("limits", {}), settings["limits"], "trainer"))
         notes, lost = splits.put_back(self.saved(OBJECTS).get(SPLITS, ()))
         self._differences.all.take_drawn(lost)
         self.notes += notes
@@ -428,7 +428,7 @@ class Resume:
             state = {name: one for name, one in state.items() if name != "loaders"}
         named = [f"{OBJECTS}.{line.partition(': ')[0]}" for line in run_state.objects_not_restored]
         found = self.proving.differences(run_state, state, self.position, without=named)
-        if refused := self._differences.all.take_read_back(list(map(str, found))):
+        if refused := self._differences.all.take_read_back(found):
             raise not_read_back(refused, path=self._path)
 
     @property
@@ -459,7 +459,7 @@ class Resume:
             own = self._differences.all.not_exact
             own[:], without = of_all(self._differences.ranks, own, without)
         saved = self.owed("surroundings")
-        changed = list(differences(saved, surroundings(self._trainer))) if saved else []
+        changed = list(map(str, differences(saved, surroundings(self._trainer)))) if saved else []
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
         self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)

@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import PurePath
 from typing import Any, Final, final
@@ -32,6 +33,27 @@ _SMALLEST_PROCESS_ID = 1000
 _MISSING = object()
 
 
+@dataclass(frozen=True, slots=True)
+class NamedDifference:
+    """What differs between a checkpoint and this start.
+
+    Args:
+        name: Its name, with dots for nested ones: ``--accept`` takes it.
+        text: In words, with both values.
+    """
+
+    name: str
+    text: str
+
+    @classmethod
+    def of(cls, name: str, saved: str, now: str) -> NamedDifference:
+        """Return the difference of two values."""
+        return cls(name, f"{saved} when it was saved, {now} now")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
 @final
 class Hyperparameters:
     """The hyperparameters of a module, read when this object is created: a finder may set some later.
@@ -49,22 +71,21 @@ class Hyperparameters:
         """Return the hyperparameters as plain values."""
         return self._values
 
-    def compare(self, saved: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    def compare(self, saved: Mapping[str, object]) -> tuple[list[NamedDifference], list[NamedDifference]]:
         """Compare the hyperparameters with the saved ones.
 
         Args:
             saved: The return value of `state_dict`.
 
         Returns:
-            A line for each that differs but must not, and a line for each text that differs.
+            Those that differ but must not, and the texts that differ.
         """
-        refused: list[str] = []
-        reported: list[str] = []
+        refused: list[NamedDifference] = []
+        reported: list[NamedDifference] = []
         for path, then, now in self._differences(saved, self._values, ""):
             is_text = isinstance(then, str) and path in self._texts
             shown = [repr("nothing" if value is _MISSING else value) for value in (then, now)]
-            line = f"hyperparameters.{path}: {shown[0]} when it was saved, {shown[1]} now"
-            (reported if is_text else refused).append(line)
+            (reported if is_text else refused).append(NamedDifference.of(f"hyperparameters.{path}", *shown))
         return refused, reported
 
     def _differences(self, then: object, now: object, path: str) -> Iterator[tuple[str, object, object]]:
@@ -310,7 +331,7 @@ class ChangedSettings:
                         f"{place}.{name} began as {before!r}, and is {after!r} now. A branch can't change it, because "
                         f"training or a scheduler has set it to {_plain(group.get(name))!r}. Keep {before!r}."
                     )
-                yield f"{place}.{name}: {before!r} when it was saved, {after!r} now"
+                yield str(NamedDifference.of(f"{place}.{name}", repr(before), repr(after)))
 
     def _set_rate(self, optimizer: Any, group: dict[str, object], before: Any, after: object) -> None:
         """Give a group another learning rate, at the same place of its schedule."""
@@ -349,7 +370,7 @@ class ChangedSettings:
             before, after = then.get(name), now.get(name)
             if before == after:
                 continue
-            text = f"{_name(scheduler)}.{name}: {before!r} when it was saved, {after!r} now"
+            text = str(NamedDifference.of(f"{_name(scheduler)}.{name}", repr(before), repr(after)))
             may_be_set = name in _ARGUMENTS.get(type(scheduler), ())
             if may_be_set and _plain(getattr(scheduler, name)) == before:
                 setattr(scheduler, name, self._arguments[number][name])

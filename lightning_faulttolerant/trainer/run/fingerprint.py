@@ -41,7 +41,7 @@ from lightning_faulttolerant.streaming import is_stream
 from lightning_faulttolerant.trainer.adapters.state import without_masks
 from lightning_faulttolerant.trainer.identity.starts import start_of_process
 from lightning_faulttolerant.trainer.loaders.trackers import Tracker
-from lightning_faulttolerant.trainer.run.changes import Hyperparameters, is_below, plain
+from lightning_faulttolerant.trainer.run.changes import Hyperparameters, NamedDifference, is_below, plain
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Comparison:
         """
         refused, reported = now.compare(saved.get("hyperparameters", {}))
         self._take(refused)
-        return reported
+        return list(map(str, reported))
 
     def compare_loader(
         self,
@@ -140,16 +140,14 @@ class Comparison:
             carried = loader_as_carried_over(saved, now, is_resized=is_resized)
             lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]
             if not is_resized:
-                self.not_exact += [
-                    (f"{line}: the random generators of the workers are not carried over") for line in lines
-                ]
+                self.not_exact += [f"{one}: the random generators of the workers are not carried over" for one in lines]
             saved = carried
-        lines = [line for line in differences(saved, now, place) if line.partition(": ")[0] not in restored]
+        lines = [line for line in differences(saved, now, place) if line.name not in restored]
         others = [name for name in {*saved, *now} if saved.get(name) != now.get(name)]
         is_of_data = any(name == "dataset" or "." in name for name in others)
         self._take(lines, remedy=_SEED_IT if is_of_data else "")
 
-    def take_drawn(self, lines: list[str]) -> None:
+    def take_drawn(self, lines: list[NamedDifference]) -> None:
         """Take the differences of the parts of splits that can't be restored.
 
         Raises:
@@ -157,19 +155,19 @@ class Comparison:
         """
         self._take(lines, remedy=_SEED_IT)
 
-    def take_read_back(self, lines: list[str]) -> list[str]:
+    def take_read_back(self, lines: list[NamedDifference]) -> list[NamedDifference]:
         """Take the differences that show when all is restored, or later. Return those that are an error."""
         refused = self._refused(lines)
         self._take([] if refused else lines)
         return refused
 
-    def _take(self, lines: list[str], remedy: str = "") -> None:
+    def _take(self, lines: Sequence[NamedDifference], remedy: str = "") -> None:
         if refused := self._refused(lines):
             raise _mismatch(refused, path=self._path, remedy=remedy)
-        self.not_exact += [line for line in lines if line not in self.not_exact]
+        self.not_exact += [text for text in map(str, lines) if text not in self.not_exact]
 
-    def _refused(self, lines: Sequence[str]) -> list[str]:
-        return [one for one in lines if self._strict and not is_below(one.partition(": ")[0], self._accepted)]
+    def _refused(self, lines: Sequence[NamedDifference]) -> list[NamedDifference]:
+        return [one for one in lines if self._strict and not is_below(one.name, self._accepted)]
 
 
 _SEED = "sampler_seed"  # compared if both runs have one: a run of one rank has none
@@ -293,16 +291,16 @@ def loader_as_carried_over(
     return {**saved, **{name: now[name] for name in names if name in saved and name in now}}
 
 
-def differences(saved: object, now: object, path: str = "") -> Iterator[str]:
-    """Yield a line for each value that differs, with both values."""
+def differences(saved: object, now: object, path: str = "") -> Iterator[NamedDifference]:
+    """Yield each value that differs."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now} - ({_SEED} - ({*saved} & {*now})), key=str):
             yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
     elif saved != now and LAZY not in (saved, now) and not (saved is not None and saved != saved and now != now):
-        yield f"{path}: {saved!r} when it was saved, {now!r} now"
+        yield NamedDifference.of(path, repr(saved), repr(now))
 
 
-def _mismatch(lines: Sequence[str], *, path: str, remedy: str) -> FingerprintMismatchError:
+def _mismatch(lines: Sequence[NamedDifference], *, path: str, remedy: str) -> FingerprintMismatchError:
     """Return the error for `lines` of `differences` from the run that saved `path`, with advice."""
     return FingerprintMismatchError(
         "\n".join(
@@ -311,15 +309,10 @@ def _mismatch(lines: Sequence[str], *, path: str, remedy: str) -> FingerprintMis
                 *(f"  - {line}" for line in lines),
                 *([remedy] if remedy else []),
                 "The result would belong to neither run. Start with the same settings. To continue all the same, type:",
-                accepting(names_in(lines)),
+                accepting([line.name for line in lines]),
             )
         )
     )
-
-
-def names_in(lines: Sequence[str]) -> list[str]:
-    """Return the names of the differences in these lines."""
-    return [line.partition(": ")[0] for line in lines]
 
 
 def accepting(names: Sequence[str]) -> str:

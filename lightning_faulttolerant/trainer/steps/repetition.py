@@ -26,6 +26,7 @@ from lightning_faulttolerant.state.tensors import is_readable, shard_of
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, VALIDATION, Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
 from lightning_faulttolerant.trainer.position import FIT, TrainerPosition, function_of, loop_of
+from lightning_faulttolerant.trainer.run.changes import NamedDifference
 from lightning_faulttolerant.trainer.steps.followed import FollowedLoop
 
 _NUM_SAMPLED = 256
@@ -55,13 +56,15 @@ class OtherBatch:
     now: BatchLine
     before: BatchLine
 
-    def __str__(self) -> str:
+    def difference(self) -> NamedDifference:
+        """Return what differs, by its name."""
         both = (self.before, self.now)
         then, now = (self._place_of(one) if self.kind == PLACE else f"{getattr(one, self.kind):08x}" for one in both)
-        return (
-            f"repeated.{self.kind}: {self._place_of(self.now)} {_TOLD[self.kind]} than in process "
-            f"{self.before.process}: {then} then, {now} now"
-        )
+        told = f"{self._place_of(self.now)} {_TOLD[self.kind]} than in process {self.before.process}"
+        return NamedDifference(f"repeated.{self.kind}", f"{told}: {then} then, {now} now")
+
+    def __str__(self) -> str:
+        return str(self.difference())
 
     def _place_of(self, line: BatchLine) -> str:
         place = f"batch {line.batch} of epoch {line.epoch}"
