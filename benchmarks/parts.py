@@ -108,6 +108,28 @@ class SaveEachStep(Callback):
         self.seconds.append(time.perf_counter() - began)
 
 
+class NotesSometimes(Callback):
+    """Switches the noting of batches off and on again every 20 batches, and records the durations of both kinds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._noting: Any = None
+        self._began = 0.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        replaced = vars(trainer.strategy)
+        if batch_idx % 20 > 2:  # the first ones are slower
+            self.seconds["training_step" in replaced].append(time.perf_counter() - self._began)
+        elif batch_idx % 40 == 20:
+            self._noting = replaced.pop("training_step")
+        elif batch_idx % 40 == 0 and batch_idx:
+            replaced["training_step"] = self._noting
+        self._began = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        vars(trainer.strategy).setdefault("training_step", self._noting)
+
+
 def lower_median(seconds: Sequence[float]) -> float:
     """Return the median of the shorter half."""
     return statistics.median(sorted(seconds)[: max(1, len(seconds) // 2)])
@@ -124,7 +146,17 @@ def calls(steps: int, directory: Path) -> dict[str, float]:
         workers = f", {num_workers} workers" if num_workers else ""
         found[f"boundary at which nothing is due{workers}"] = lower_median(boundary.seconds[_WARM_UP:])
         found[f"capture{workers}"] = lower_median(capture.seconds)
-    with Clocked(worker_side._WorkerStates, "_leave") as worker:
+    noting = NotesSometimes()
+    fit(
+        TimedModel(),
+        DataLoader(BareRandomDataset(32, 5 * steps)),
+        [FaultTolerance(directory / "noting"), noting],
+        directory,
+    )
+    noted, others = (lower_median(noting.seconds[kind][_WARM_UP:]) for kind in (True, False))
+    found["noting a batch"] = noted - others
+    found["a step without it"] = others
+    with Clocked(worker_side.WorkerStates, "_leave") as worker:
         loader = DataLoader(BareRandomDataset(32, steps), num_workers=1)
         fit(TimedModel(), loader, [FaultTolerance(directory / "worker")], directory)
     found["recording the state of a batch, in its worker"] = lower_median(worker.seconds[_WARM_UP:])

@@ -7,23 +7,26 @@ Index batches are kept with their values and types. A batch with an object in it
 from __future__ import annotations
 
 import contextlib
+import marshal
 import struct
 import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.loader.digests import START, Digest
+from lightning_faulttolerant.loader.digests import START, Digest, updated
 from lightning_faulttolerant.loader.remaining import GlobalOrder, RankShare, RemainingBatches
 from lightning_faulttolerant.loader.samplers import DrawLog
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import look
 from lightning_faulttolerant.state.twister import distance
 
+_WITHOUT_REFERENCES = 2  # a version of marshal
 _PLAIN = (int, float, str, bytes, bool, type(None))
 
 
@@ -190,6 +193,22 @@ class IndexRecord:
         """Return the index batch of this number, if it is still known."""
         at = number - self.handed_out
         return self.recent[at] if -len(self.recent) <= at < 0 else None
+
+    def checksum(self, number: int) -> int:
+        """Return a checksum of the index batch of this number; 0 if it has no indices, or is not known."""
+        at, recent = number - self.handed_out, self.recent  # not by `batch`: this runs after each step
+        batch: Any = recent[at] if -len(recent) <= at < 0 else None
+        first = batch[0] if type(batch) is list and batch else batch
+        if first is None:  # torch asks an iterable data set for samples by it
+            return 0
+        if type(first) is int:
+            try:
+                return crc32(marshal.dumps(batch, _WITHOUT_REFERENCES))
+            except ValueError:  # it has objects, too
+                pass
+        others: set[str] = set()
+        values = updated(START, batch, others)[0]
+        return 0 if others else values
 
     def go_to(self, plan: IndexPlan) -> None:
         """Count on from the position of a plan."""

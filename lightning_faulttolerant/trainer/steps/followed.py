@@ -6,15 +6,12 @@ whole steps.
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
-from zlib import crc32
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.loader.digests import START, updated
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state
 from lightning_faulttolerant.trainer.loaders.loaders import TRAIN, Loaders
@@ -24,7 +21,6 @@ from lightning_faulttolerant.trainer.position import FIT, function_of, loop_of, 
 from lightning_faulttolerant.trainer.steps.compat import fetches_seen, fetching_by_itself
 
 _MASK = 0xFFFF_FFFF
-_WITHOUT_REFERENCES = 2  # a version of marshal
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,7 +83,7 @@ class FollowedLoop:
             if iteration is None or num_out == (one.num_out if iteration is one.iteration else 0):
                 continue
             one.iteration, one.num_out = iteration, num_out
-            order = _checksum(iteration.record.batch(num_out - 1))
+            order = iteration.record.checksum(num_out - 1)
             found, self._moved = (order, (one,)) if found is None else (31 * found + order, (*self._moved, one))
         return 0 if found is None else found & _MASK
 
@@ -95,17 +91,6 @@ class FollowedLoop:
         """Return the indices of the last batch, by the place of their loader; ``None`` if they are not known."""
         found = {one.place: one.iteration.record.batch(one.num_out - 1) for one in self._moved}
         return None if None in found.values() else found or None
-
-
-def _checksum(batch: object) -> int:
-    if type(batch) is list and batch and type(batch[0]) is int:
-        try:
-            return crc32(marshal.dumps(batch, _WITHOUT_REFERENCES))
-        except ValueError:  # it has objects, too
-            pass
-    others: set[str] = set()
-    values = updated(START, batch, others)[0]
-    return 0 if others else values
 
 
 @dataclass(kw_only=True, slots=True)

@@ -113,7 +113,6 @@ class Repetition:
         stage = VALIDATION if self._function == FIT else self._function
         self._evaluation = FollowedLoop(loop_of(trainer), loaders, stage)
         self._epochs = trainer.fit_loop.epoch_progress.current
-        self._process = record.process
         self._is_moved = trainer.strategy.root_device.type != "cpu"
         self._moved = self._logged = 0
         self._noted = -1
@@ -135,9 +134,8 @@ class Repetition:
             patches.wrap(strategy, "batch_to_device", self._wrap_transfer)
         for logger in self._trainer.loggers:
             patches.wrap(logger, "log_metrics", self._wrap_log)
-        patches.wrap(strategy, "training_step", self._wrap_training_step)
-        for name in ("validation_step", "test_step", "predict_step"):
-            patches.wrap(strategy, name, self._wrap_evaluation_step)
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            patches.wrap(strategy, name, functools.partial(self._wrap_step, is_training=name == "training_step"))
         if self._function == FIT:
             patches.around(self._trainer.fit_loop, "on_run_end", self._around_end)
 
@@ -182,7 +180,7 @@ class Repetition:
         self._end_known()
         original()
 
-    # Called for each batch: after a step, each function and each attribute costs more than its work.
+    # Called for each batch: after a step, a call costs more than its work.
 
     def _wrap_transfer(self, original: Method) -> Method:
         def batch_to_device(batch: object, *args: object, **kwargs: object) -> object:
@@ -191,35 +189,33 @@ class Repetition:
 
         return batch_to_device
 
-    def _wrap_training_step(self, original: Method) -> Method:
-        is_on, is_moved, note = self._is_on, self._is_moved, self._note
-        total, current, epochs, order = self._total, self._training.current, self._epochs, self._training.order
+    def _wrap_step(self, original: Method, *, is_training: bool) -> Method:
+        state, is_on, is_moved, write = self._trainer.state, self._is_on, self._is_moved, self._record.write
+        order = (self._training if is_training else self._evaluation).order
+        total, current, epochs, process = self._total, self._training.current, self._epochs, self._record.process
 
-        def training_step(*args: Any, **kwargs: object) -> object:
+        def step(*args: Any, **kwargs: object) -> object:
             content = self._moved if is_moved else sampled_digest(args[0])  # the step may change it
             output = original(*args, **kwargs)
-            number, found = total.ready, order()
-            if number != self._noted and is_on():  # some optimizers call the step again
-                self._noted, self._evaluated = number, 0
-                note((number, epochs.completed, current.ready - 1, 0, 0, self._process, found, content), output)
-            return output
-
-        return training_step
-
-    def _wrap_evaluation_step(self, original: Method) -> Method:
-        state = self._trainer.state
-
-        def evaluation_step(*args: Any, **kwargs: object) -> object:
-            content = self._moved if self._is_moved else sampled_digest(args[0])
-            output, found = original(*args, **kwargs), self._evaluation.order()
-            if self._is_on() and state.stage is not RunningStage.SANITY_CHECKING:
+            number, batch, loader, indices = total.ready, current.ready, 0, order()
+            # Some optimizers call the step again.
+            is_left_out = number == self._noted if is_training else state.stage is RunningStage.SANITY_CHECKING
+            if is_left_out or not is_on():
+                return output
+            if is_training:
+                self._noted, self._evaluated, batch = number, 0, batch - 1
+            else:
                 self._evaluated += 1
                 loader = args[2] if len(args) > _NUM_ARGUMENTS else 0
-                place = (self._total.ready, self._epochs.completed, self._training.current.ready, self._evaluated)
-                self._note((*place, loader, self._process, found, content), output)
+            logged, self._logged = self._logged, 0
+            place = (number, epochs.completed, batch, self._evaluated, loader, process, indices, content)
+            if is_moved or self.known or self._is_refused or not isinstance(output, Tensor):
+                self._note(place, output, logged)
+            else:
+                write(*place, sampled_digest(output), logged)
             return output
 
-        return evaluation_step
+        return step
 
     def _wrap_log(self, original: Method) -> Method:
         def log_metrics(*args: object, **kwargs: object) -> object:
@@ -228,17 +224,13 @@ class Repetition:
 
         return log_metrics
 
-    def _note(self, place: tuple[int, ...], output: Any) -> None:
-        logged, self._logged = self._logged, 0
-        if not isinstance(output, Tensor):
-            output = _tensors(output) or self._weight(place[0] + self._evaluated)
+    def _note(self, place: tuple[int, ...], output: object, logged: int) -> None:
+        returned = [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(place[0] + place[3])
         if self._is_moved:
-            self._pending.append((*_on_the_way([output] if isinstance(output, Tensor) else output), place, logged))
+            self._pending.append((*_on_the_way(returned), place, logged))
             self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
-        elif self.known or self._is_refused:
-            self._end((*place, sampled_digest(output), logged))
         else:
-            self._record.write(*place, sampled_digest(output), logged)
+            self._end((*place, sampled_digest(returned), logged))
 
     def _weight(self, number: int) -> list[Tensor]:
         """Return the beginning of a weight, of another one each time: a step that returns no tensor may train it."""
