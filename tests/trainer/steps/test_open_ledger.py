@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.records.batches import BatchLine, BatchRecord
 from lightning_faulttolerant.trainer.process import VARIABLE
 from tests.laws.rows import Net
 from tests.ledgers import read_ledger, with_ledger
@@ -74,3 +76,15 @@ def test_a_fit_inside_another_has_none(switch: str, tmp_path: Path, monkeypatch:
 
     fit_once(tmp_path, with_ledger(path, tmp_path / "saves"), module=Nested())
     assert [len(fit.of("batch")) for fit in read_ledger(path)] == [2]
+
+
+def test_has_the_indices_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger is the whole form of the record: both have the same checksum of the indices of each batch."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    noted: list[tuple[int, ...]] = []
+    monkeypatch.setattr(BatchRecord, "_writer", lambda *_: lambda *line: noted.append(line))
+    fit_once(tmp_path, with_ledger(tmp_path / "ledger.jsonl", tmp_path / "saves"), limit_train_batches=4)
+    [fit] = read_ledger(tmp_path / "ledger.jsonl")
+    orders = [f"{line.order:08x}" for line in map(BatchLine._make, noted) if not line.evaluated]
+    assert orders == [line["order"] for line in fit.of("batch")]
+    assert len(set(orders)) == 4
