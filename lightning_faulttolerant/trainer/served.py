@@ -29,6 +29,7 @@ from lightning_faulttolerant.trainer.session import Session
 from lightning_faulttolerant.trainer.steps.digests import (
     digest,
     exact,
+    exact_metrics,
     learning_rates,
     optimizers_digest,
     weights_digest,
@@ -76,7 +77,7 @@ def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int)
 
 def shown_metrics(trainer: Trainer) -> dict[str, object]:
     """Return the metrics that callbacks see."""
-    return {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+    return exact_metrics(trainer.callback_metrics)
 
 
 def listen(trainer: Trainer, recorder: Recorder) -> None:
@@ -104,7 +105,7 @@ class RecordingLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record values with their step."""
-        self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
+        self._recorder.write("log", step=step, metrics=exact_metrics(metrics))
 
     def log_hyperparams(self, *args: object, **kwargs: object) -> None:
         """Do nothing: hyperparameters are logged once per process."""

@@ -19,8 +19,9 @@ from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import function_of
 from lightning_faulttolerant.trainer.resume.proof import Proving
 from lightning_faulttolerant.trainer.run.beginning import PlaceOfFit
+from lightning_faulttolerant.trainer.run.changes import NamedDifference
 from lightning_faulttolerant.trainer.run.fingerprint import accepting, warn_late
-from lightning_faulttolerant.trainer.steps.repetition import OUTPUT, OtherBatch, Repetition
+from lightning_faulttolerant.trainer.steps.repetition import OTHER_RESULT, Repetition
 from lightning_faulttolerant.trainer.stopping import Stopping
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def repetition_of(
 
 
 def _end(
-    trainer: Trainer, proving: Proving | None, stopping: Stopping, repetition: Repetition, other: OtherBatch | None
+    trainer: Trainer, proving: Proving | None, stopping: Stopping, repetition: Repetition, other: NamedDifference | None
 ) -> bool:
     """Say that all batches were identical, or stop the run because of one that was not. Return whether it continues."""
     num, process = repetition.num_repeated, f"process {repetition.repeats_process}"
@@ -85,16 +86,16 @@ def _end(
         return True
     assert proving is not None  # or there would be no batch to compare with
     settings = [*proving.changed_arithmetic, *nondeterministic(trainer)]
-    if other.kind == OUTPUT and settings:
+    if other.name == OTHER_RESULT and settings:
         _log.warning("%s. The arithmetic of this run may differ: %s.", other, "; ".join(settings))
         return True
-    if not proving.comparison.take_read_back([other.difference()]):
+    if not proving.comparison.take_read_back([other]):
         warn_late([str(other)])
         return True
     edits = "".join(f" Note that {line}." for line in edited(repetition))
     reason = (
         f"This run does not repeat exactly what it did before. {other}.{edits} Its last autosave stays. To continue "
-        f"all the same, type:\n{accepting([other.difference().name])}"
+        f"all the same, type:\n{accepting([other.name])}"
     )
     _log.error("%s", reason)
     stopping.refuse(reason)

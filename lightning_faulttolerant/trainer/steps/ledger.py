@@ -209,7 +209,7 @@ class FitLedger:
         self._write(
             kinds.END,
             **results,
-            metrics={name: exact(value) for name, value in sorted(metrics.items())},
+            metrics=exact_metrics(metrics),
             rng=digest(rng_state()),
         )
 
@@ -292,7 +292,7 @@ class FitLedger:
             self._write(
                 kinds.VALIDATED,
                 **training_place(self._trainer),
-                metrics={name: exact(value) for name, value in sorted(metrics.items())},
+                metrics=exact_metrics(metrics),
             )
         original(metrics)
 

@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from ctypes import Array, c_char
-from dataclasses import dataclass
 from typing import Any, final
 from zlib import crc32
 
@@ -36,42 +35,12 @@ _Place = tuple[int, ...]
 """The first fields of `BatchLine`, up to the output."""
 _NUM_ARGUMENTS = 2  # of a step: the batch and its number; in an evaluation of several loaders, also that of the loader
 _SHOWN = (str, int, float)
-PLACE, ORDER, CONTENT, OUTPUT = "place", "order", "content", "output"
-_TOLD = {PLACE: "is elsewhere", ORDER: "has other indices", CONTENT: "is another batch", OUTPUT: "has another result"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OtherBatch:
-    """A batch that differs from the one that an earlier process has run in its place.
-
-    Args:
-        kind: What differs first: `PLACE`, `ORDER`, `CONTENT`, or `OUTPUT`.
-        function: The function of the Trainer.
-        now: What this process notes of it.
-        before: What the earlier process noted.
-    """
-
-    kind: str
-    function: str
-    now: BatchLine
-    before: BatchLine
-
-    def difference(self) -> NamedDifference:
-        """Return what differs, by its name."""
-        both = (self.before, self.now)
-        then, now = (self._place_of(one) if self.kind == PLACE else f"{getattr(one, self.kind):08x}" for one in both)
-        told = f"{self._place_of(self.now)} {_TOLD[self.kind]} than in process {self.before.process}"
-        return NamedDifference(f"repeated.{self.kind}", f"{told}: {then} then, {now} now")
-
-    def __str__(self) -> str:
-        return str(self.difference())
-
-    def _place_of(self, line: BatchLine) -> str:
-        place = f"batch {line.batch} of epoch {line.epoch}"
-        if not line.evaluated:
-            return place
-        run = f"the validation run after {place}" if self.function == FIT else self.function
-        return f"batch {line.evaluated - 1} of {run}"
+_PLACE, _ORDER, _CONTENT, _OUTPUT = "place", "order", "content", "output"
+_TOLD = {
+    _PLACE: "is elsewhere", _ORDER: "has other indices", _CONTENT: "is another batch", _OUTPUT: "has another result"
+}  # fmt: skip
+OTHER_RESULT = f"repeated.{_OUTPUT}"
+"""The name of a difference that the arithmetic alone may have made."""
 
 
 @final
@@ -96,7 +65,7 @@ class Repetition:
         record: BatchRecord,
         *,
         is_on: Callable[[], bool],
-        on_end: Callable[[Repetition, OtherBatch | None], bool],
+        on_end: Callable[[Repetition, NamedDifference | None], bool],
     ) -> None:
         self._trainer = trainer
         self._function = function_of(trainer)
@@ -263,22 +232,35 @@ class Repetition:
         before = self._before(line)
         if before is not None:
             self.repeats_process = before.process
-            pairs = ((kind, getattr(before, kind), getattr(line, kind)) for kind in (ORDER, CONTENT, OUTPUT))
+            pairs = ((kind, getattr(before, kind), getattr(line, kind)) for kind in (_ORDER, _CONTENT, _OUTPUT))
             kind = next((kind for kind, then, now in pairs if then and now and then != now), None)
-            kind = kind if before.place == line.place else PLACE
+            kind = kind if before.place == line.place else _PLACE
             if kind is None:
                 # What was logged right before the first one is not known.
                 self.num_logged_otherwise += self.num_repeated > 0 and before.logged != line.logged
                 self.num_repeated += 1
                 if not self.known:
                     self._on_end(self, None)
-            elif self._on_end(self, OtherBatch(kind=kind, function=self._function, now=line, before=before)):
+            elif self._on_end(self, self._difference(kind, before, line)):
                 self.known = {}
                 self._record.clear()  # what comes after it differs, too
             else:
                 self._is_refused = True
                 return False
         return True
+
+    def _difference(self, kind: str, before: BatchLine, now: BatchLine) -> NamedDifference:
+        both = (before, now)
+        values = [self._place_of(one) if kind == _PLACE else f"{getattr(one, kind):08x}" for one in both]
+        told = f"{self._place_of(now)} {_TOLD[kind]} than in process {before.process}"
+        return NamedDifference(f"repeated.{kind}", f"{told}: {values[0]} then, {values[1]} now")
+
+    def _place_of(self, line: BatchLine) -> str:
+        place = f"batch {line.batch} of epoch {line.epoch}"
+        if not line.evaluated:
+            return place
+        run = f"the validation run after {place}" if self._function == FIT else self._function
+        return f"batch {line.evaluated - 1} of {run}"
 
     def _end_known(self) -> None:
         """Say how many batches of earlier processes did not come."""
