@@ -13,17 +13,17 @@ import decimal
 import enum
 import fractions
 import functools
+import math
 import pathlib
 import sys
 import types
-import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
 from lightning_faulttolerant.state.packing import tensor_to_blob
 from lightning_faulttolerant.state.reachable import attributes
@@ -55,93 +55,8 @@ def updated(digest: Digest, batch: object, not_compared: set[str]) -> Digest:
             return crc32(array("q", numbers), values), (sizes * 1_000_003 + size) % _MODULUS
         except (TypeError, OverflowError):  # not integers, or too large for 8 bytes
             pass
-    parts = _BatchParts(not_compared)
-    for part in parts.of(batch):
-        values = crc32(part, values)
-    return values, (sizes * 1_000_003) % _MODULUS
-
-
-class _BatchParts:
-    """Splits one batch into bytes that identify it."""
-
-    def __init__(self, not_compared: set[str]) -> None:
-        self._not_compared = not_compared
-        self._inside: set[int] = set()
-        self._num_left = _MAX_PARTS
-
-    def of(self, value: object) -> Iterator[bytes]:
-        """Yield the bytes of `value`."""
-        self._num_left -= 1
-        if self._num_left < 0:
-            self._not_compared.add(f"more than {_MAX_PARTS:,} parts")
-        elif type(value) in (bool, int, float, complex, types.NoneType):
-            yield repr(value).encode() + b";"
-        elif isinstance(value, str):
-            yield from _sized(value.encode("utf-8", "surrogatepass"), str)
-        elif isinstance(value, (bytes, bytearray)):
-            yield from _sized(value, bytes)
-        elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            yield self._named(value)
-        elif id(value) in self._inside:
-            yield b"again;"
-        else:
-            self._inside.add(id(value))
-            yield from self._of_object(value)
-            self._inside.discard(id(value))
-
-    def _of_object(self, value: object) -> Iterator[bytes]:
-        yield f"{type(value).__qualname__}:".encode()
-        numpy = sys.modules.get("numpy")
-        if type(value) in (list, tuple):
-            yield from self._of_items(value)  # type: ignore[arg-type]
-        elif type(value) is dict:
-            yield from self._of_items([item for pair in value.items() for item in pair])
-        elif type(value) in (set, frozenset):
-            items = sorted(b"".join(self.of(item)) for item in value)  # type: ignore[attr-defined]
-            yield f"{len(items)}{{".encode() + b"".join(items)
-        elif isinstance(value, Tensor):
-            yield f"{tuple(value.shape)} {value.dtype};".encode()
-            yield tensor_to_blob(value.detach().cpu())
-        elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind != "O":
-            yield f"{value.shape} {value.dtype};".encode() + value.tobytes()
-        elif _is_of_lhotse(value, "CutSet") and not value.is_lazy:  # type: ignore[attr-defined]
-            yield from self._of_items(list(value))  # type: ignore[call-overload]
-        elif _is_of_lhotse(value, "Cut"):
-            yield from self._of_items([value.id, value.start, value.duration])  # type: ignore[attr-defined]
-        else:
-            yield from self._of_pickled(value)
-
-    def _of_items(self, items: Sequence[object]) -> Iterator[bytes]:
-        yield f"{len(items)}[".encode()
-        for item in items:
-            yield from self.of(item)
-
-    def _of_pickled(self, value: object) -> Iterator[bytes]:
-        try:
-            made = value.__reduce_ex__(4)
-        except Exception:  # noqa: BLE001 - the user's code, or an object that can't be pickled: a lock, a generator
-            self._not_compared.add(type(value).__qualname__)
-            return
-        if isinstance(made, str):  # the name of a global
-            yield made.encode()
-            return
-        call, arguments, state, *items = (*made, None, None, None)[:5]
-        yield from self._of_items([call, arguments, state, *(item and list(item) for item in items)])
-
-    def _named(self, value: type | types.FunctionType | types.BuiltinFunctionType) -> bytes:
-        name = f"{value.__module__}.{value.__qualname__};"
-        if _LOCAL in name and not isinstance(value, type):
-            self._not_compared.add(value.__qualname__)
-        return name.encode()
-
-
-def _sized(data: bytes | bytearray, kind: type) -> Iterator[bytes]:
-    yield f"{kind.__name__}{len(data)};".encode()
-    yield bytes(data)
-
-
-def _is_of_lhotse(value: object, name: str) -> bool:
-    return any(base.__name__ == name and base.__module__.startswith("lhotse.cut.") for base in type(value).__mro__)
+    walk = _Walk(is_of_indices=True, not_compared=not_compared, num_left=_MAX_PARTS)
+    return _checksum(batch, walk, values), (sizes * 1_000_003) % _MODULUS
 
 
 _Memory = ctypes.Array[ctypes.c_ubyte]
@@ -154,6 +69,7 @@ _PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, to
                  torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}  # fmt: skip
 _SHOWN = (bool, int, float, complex, type(None), enum.Enum, datetime.date, datetime.time, datetime.timedelta,
           decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, slice)  # fmt: skip
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
@@ -164,8 +80,15 @@ def sample_digest(sample: object, digest: int = 0) -> int:
         sample: The value that a loader or a data set yielded.
         digest: The checksum of the previous values.
     """
-    for part in _plain(sample) or _parts(sample, {}):
-        digest = zlib.crc32(part, digest)
+    plain = _plain(sample)
+    if plain is None:
+        return _checksum(sample, _Walk(), digest)
+    return crc32(plain[1], crc32(plain[0], digest))
+
+
+def _checksum(value: object, walk: _Walk, digest: int = 0) -> int:
+    for part in _parts(value, walk):
+        digest = crc32(part, digest)
     return digest
 
 
@@ -196,46 +119,97 @@ def _layout(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, type[_Memory]
     return f"{tuple(shape)} {dtype}".encode(), ctypes.c_ubyte * num_bytes if is_plain and is_small else None
 
 
-def _parts(value: object, seen: dict[int, tuple[int, Any]]) -> Iterator[_Bytes]:
+@dataclass(kw_only=True, slots=True)
+class _Walk:
+    """What is known while one value is split into its parts.
+
+    ``is_of_indices`` says whether it is an index batch. The digest of a batch shows the types of containers, has at
+    most ``num_left`` more parts, and is the same if equal objects are one object. ``seen`` has objects by their ids.
+    """
+
+    is_of_indices: bool = False
+    not_compared: set[str] = field(default_factory=set)
+    num_left: float = math.inf
+    seen: dict[int, tuple[int, object]] = field(default_factory=dict)
+
+
+def _parts(value: object, walk: _Walk) -> Iterator[_Bytes]:
     numpy = sys.modules.get("numpy")
-    if isinstance(value, torch.Tensor):
+    walk.num_left -= 1
+    if walk.num_left < 0:
+        walk.not_compared.add(f"more than {_MAX_PARTS:,} parts")
+    elif isinstance(value, str):
+        yield f"str{len(value)};".encode()
+        yield value.encode("utf-8", "surrogatepass")
+    elif isinstance(value, torch.Tensor):
         yield from _plain(value) or _of_tensor(value)
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        yield from _of_array(value, seen)
-    elif isinstance(value, (str, bytes, bytearray)):
-        yield f"{len(value)}".encode()
-        yield value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+        yield from _of_array(value, walk)
+    elif isinstance(value, (bytes, bytearray)):
+        yield f"bytes{len(value)};".encode()
+        yield bytes(value)
     elif isinstance(value, _SHOWN):
-        yield repr(value).encode("utf-8", "surrogatepass")
+        yield repr(value).encode("utf-8", "surrogatepass") + b";"
     elif isinstance(value, _NAMED):
-        yield getattr(value, "__qualname__", value.__name__).encode()
-    elif id(value) in seen:
-        yield f"again {seen[id(value)][0]}".encode()
+        name = getattr(value, "__qualname__", value.__name__)
+        if _LOCAL in name and not isinstance(value, type):
+            walk.not_compared.add(name)
+        yield (f"{getattr(value, '__module__', '')}.{name};" if walk.is_of_indices else name).encode()
+    elif id(value) in walk.seen:
+        yield f"again {walk.seen[id(value)][0]};".encode()
     else:
-        seen[id(value)] = (len(seen), value)  # holds the object, so its id stays unique
-        yield from _of_object(value, seen)
+        walk.seen[id(value)] = (len(walk.seen), value)  # holds the object, so its id stays unique
+        yield from _of_object(value, walk)
+        if walk.is_of_indices:
+            del walk.seen[id(value)]
 
 
-def _of_object(value: object, seen: dict[int, tuple[int, object]]) -> Iterator[_Bytes]:
-    if isinstance(value, Mapping):
-        yield f"{len(value)}".encode()
+def _of_object(value: object, walk: _Walk) -> Iterator[_Bytes]:
+    if walk.is_of_indices:
+        yield f"{type(value).__qualname__}:".encode()
+    if walk.is_of_indices and type(value) not in _CONTAINERS:
+        yield from _parts(_content(value, walk.not_compared), walk)
+    elif isinstance(value, Mapping):
+        yield f"{len(value)}{{".encode()
         for key, child in value.items():
-            yield from _parts(key, seen)
-            yield from _parts(child, seen)
+            yield from _parts(key, walk)
+            yield from _parts(child, walk)
     elif isinstance(value, (list, tuple)):
-        yield f"{len(value)}".encode()
+        yield f"{len(value)}[".encode()
         for child in value:
-            yield from _parts(child, seen)
+            yield from _parts(child, walk)
     elif isinstance(value, AbstractSet):  # in no order
-        yield repr(sorted(sample_digest(child) for child in value)).encode()
+        checksums = (_checksum(child, replace(walk, seen=dict(walk.seen))) for child in value)
+        yield repr(sorted(checksums)).encode()
     else:
-        yield type(value).__qualname__.encode()
+        yield f"{type(value).__qualname__}:".encode()
         if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
             yield value.tobytes()
             return
         for name, child in attributes(value).items():
-            yield name.encode()
-            yield from _parts(child, seen)
+            yield f"{name}=".encode()
+            yield from _parts(child, walk)
+
+
+def _content(value: Any, not_compared: set[str]) -> object:
+    """Return what pickle would store of an object; of cuts of lhotse, their ids, starts, and durations."""
+    if _is_of_lhotse(value, "CutSet") and not value.is_lazy:
+        return list(value)
+    if _is_of_lhotse(value, "Cut"):
+        return [value.id, value.start, value.duration]
+    try:
+        made = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 - the user's code, or an object that can't be pickled: a lock, a generator
+        not_compared.add(type(value).__qualname__)
+        return None
+    if isinstance(made, str):  # the name of a global
+        return made
+    call, arguments, state, *items = (*made, None, None, None)[:5]
+    return [call, arguments, state, *(item and list(item) for item in items)]
+
+
+def _is_of_lhotse(value: object, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.startswith("lhotse.cut.") for base in type(value).__mro__)
 
 
 def _of_tensor(tensor: torch.Tensor) -> Iterator[_Bytes]:
@@ -248,7 +222,7 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[_Bytes]:
         for part in tensor.unbind():
             yield from _of_tensor(part)
     elif parts := _parts_of(tensor):
-        yield from _parts(parts, {})
+        yield from _parts(parts, _Walk())
     elif tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         yield from _of_tensor(tensor.indices())
@@ -284,12 +258,12 @@ def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> It
     yield bytes_of(content)
 
 
-def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[_Bytes]:
+def _of_array(array: Any, walk: _Walk) -> Iterator[_Bytes]:
     numpy = sys.modules["numpy"]
     yield f"{array.shape} {array.dtype}".encode()
     if array.dtype.hasobject:
         for child in array.reshape(-1).tolist():
-            yield from _parts(child, seen)
+            yield from _parts(child, walk)
         return
     content = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     yield from _of_numbers(content, numpy.int64, numpy.ndarray.tobytes)
