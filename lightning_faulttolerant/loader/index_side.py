@@ -155,21 +155,6 @@ class _Begun:
     is_first_due: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Recorded:
-    """What is recorded of each iteration.
-
-    ``window`` is how many of the batches last handed out are kept. ``has_workers`` says whether the birth of workers
-    is kept, and ``is_digested`` whether digests show if the sampler yields the same batches again. It can't if it
-    ``is_endless``.
-    """
-
-    window: int
-    has_workers: bool
-    is_endless: bool
-    is_digested: bool
-
-
 class IndexSide:
     """Sits between torch's iterators and the index sampler of a loader.
 
@@ -210,12 +195,10 @@ class IndexSide:
         self.streamed = streamed
         self.seeding = None if seeds is None else SampleSeeding(seeds, rank_place, is_batched=is_batched)
         self.states = SamplerStates(sampler, held=held, exactness=exactness, is_endless=is_endless, objects=objects)
-        self._recorded = _Recorded(
-            window=window,
-            has_workers=has_workers,
-            is_endless=is_endless,
-            is_digested=not is_endless and not order_follows_from_start(sampler),
-        )
+        self._window = window
+        self._has_workers = has_workers
+        self._is_endless = is_endless
+        self._is_digested = not is_endless and not order_follows_from_start(sampler)
         self._birth: RandomStates | None = None
         self._parked: _Parked | None = None
         self._is_aside = False
@@ -262,8 +245,8 @@ class IndexSide:
         self._begun = _Begun(plan=plan)
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
-            recent=deque(maxlen=self._recorded.window),
-            digests=deque([START] if self._recorded.is_digested else [], maxlen=self._recorded.window + 1),
+            recent=deque(maxlen=self._window),
+            digests=deque([START] if self._is_digested else [], maxlen=self._window + 1),
             share=self.current_share(),
             epoch=epoch,
             has_other_workers=has_other_workers,
@@ -301,7 +284,7 @@ class IndexSide:
         # With a plan, take the whole moment: the birth of the new workers replaces the states found here for a while.
         plan, states, record = self._begun.plan, self.states, self.record
         now = states.at_start() if plan is None else states.now()
-        if self._birth is None and self._recorded.has_workers:
+        if self._birth is None and self._has_workers:
             self._birth = states.at_birth(now, is_resumed=plan is not None)
             if plan is not None and plan.birth is not None:
                 self._birth = plan.birth
@@ -348,7 +331,7 @@ class IndexSide:
         record = self.record
         record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
         record.handed_out, record.num_samples = plan.position, plan.num_samples
-        return iter(self._sampler) if self._recorded.is_endless else deal.batches(skip=plan.position - deal.first_batch)
+        return iter(self._sampler) if self._is_endless else deal.batches(skip=plan.position - deal.first_batch)
 
     def _order(self) -> GlobalOrder | None:
         record = self.record
@@ -385,12 +368,12 @@ class IndexSide:
         record.go_to(plan)
         states.go_back_to(first)
         replay = Replay(self._sampler, plan)
-        rest = None if states.may_draw or self._recorded.is_endless else replay.skipped()
+        rest = None if states.may_draw or self._is_endless else replay.skipped()
         if rest is None:
             states.go_back_to(start)
             indices = iter(self._sampler)
             states.go_back_to(first)
-            rest = indices if self._recorded.is_endless else self._run_through(replay, indices, plan)
+            rest = indices if self._is_endless else self._run_through(replay, indices, plan)
         return rest
 
     def _run_through(self, replay: Replay, indices: Iterator[object], plan: IndexPlan) -> Iterator[object]:

@@ -38,7 +38,7 @@ from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.remaining import RemainingBatches
 from lightning_faulttolerant.loader.resized import DEAL, SeededSamples, planned, with_other_workers
 from lightning_faulttolerant.loader.samplers import index_sampler, state_of
-from lightning_faulttolerant.loader.worker_side import GuardedSamples, WorkerState, worker_side_of
+from lightning_faulttolerant.loader.worker_side import GuardedSamples, WorkerSide, WorkerState
 from lightning_faulttolerant.samplers.order import RankPlace
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.walk import users_variables
@@ -193,10 +193,10 @@ class TrackedLoader:
 
     def _tracked_workers(self, default_init: Callable[[int], None] | None) -> TrackedWorkers:
         loader, parts, is_iterable = self.user_loader, self._parts, self.iterable is not None
-        side = worker_side_of(
+        side = WorkerSide(
             loader,
-            parts.collate,
-            default_init,
+            collate_fn=parts.collate,
+            default_init=default_init,
             exactness=self.exactness,
             iterable=parts.iterable,
             per_sample=None if parts.seeded is None else parts.seeded.dataset,

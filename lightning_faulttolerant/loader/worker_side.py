@@ -100,38 +100,36 @@ class WorkerSide:
     Both are methods of one object, so they remain one object in a spawned worker.
 
     Args:
+        loader: The user's loader.
+        collate_fn: Its ``collate_fn``, with what stand-ins add to it.
+        default_init: Called in place of a missing ``worker_init_fn``.
         exactness: The main process's collector of what is not exact.
-        collate_fn: The loader's ``collate_fn``.
-        worker_init_fn: The loader's ``worker_init_fn``, or ``None``.
-        default_init: Called in place of a missing `worker_init_fn`.
         iterable: The stand-in for an iterable data set.
-        leaves_rest: Whether samples too few for a whole batch form one.
-        has_state: Whether the state of a map-style data set continues, too.
         per_sample: Seeds the samples in that mode. No state is left in the ring then.
         guarded: The data set of workers that count batches which can't be loaded.
     """
 
     def __init__(
         self,
+        loader: DataLoader[object],
         *,
-        exactness: Exactness,
         collate_fn: Callable[[object], object],
-        worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
-        iterable: IterableSide | None = None,
-        leaves_rest: bool = True,
-        has_state: bool = False,
-        per_sample: PerSampleDataset | None = None,
-        guarded: GuardedSamples | None = None,
+        exactness: Exactness,
+        iterable: IterableSide | None,
+        per_sample: PerSampleDataset | None,
+        guarded: GuardedSamples | None,
     ) -> None:
         self.exactness = exactness.of_worker()
         self._per_sample = per_sample
         self._guarded = guarded
         self.collate_fn = collate_fn if per_sample is None else per_sample.collate
-        self.init_fn = worker_init_fn if worker_init_fn is not None else default_init
+        self.init_fn = default_init if loader.worker_init_fn is None else loader.worker_init_fn
         self.iterable = iterable
-        self.leaves_rest = leaves_rest
-        self.has_state = has_state
+        self.leaves_rest = loader.batch_size is not None and not loader.drop_last
+        """Whether samples too few for a whole batch form one."""
+        self.has_state = stateful_dataset(loader) is not None
+        """Whether the state of a map-style data set continues, too."""
         self._starts: list[WorkerStart] = []
         self._states: WorkerStates | None = None
 
@@ -317,30 +315,6 @@ def _noting_failures(fetch: Callable[..., object], ring: WorkerRing, worker: int
             raise
 
     return noting
-
-
-def worker_side_of(
-    loader: DataLoader[object],
-    collate_fn: Callable[[object], object],
-    default_init: Callable[[int], None] | None,
-    *,
-    exactness: Exactness,
-    iterable: IterableSide | None,
-    per_sample: PerSampleDataset | None,
-    guarded: GuardedSamples | None = None,
-) -> WorkerSide:
-    """Return the stand-in for the functions of a loader; the arguments are those of `WorkerSide`."""
-    return WorkerSide(
-        exactness=exactness,
-        collate_fn=collate_fn,
-        worker_init_fn=loader.worker_init_fn,
-        default_init=default_init,
-        iterable=iterable,
-        leaves_rest=loader.batch_size is not None and not loader.drop_last,
-        has_state=stateful_dataset(loader) is not None,
-        per_sample=per_sample,
-        guarded=guarded,
-    )
 
 
 def unpack_worker_state(blob: bytes) -> WorkerState:
