@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -40,9 +41,132 @@ LOCK_NAME = "run.lock"
 
 _Lock = TypeVar("_Lock", bound="Lock")
 
-# The directories that this process holds. The value is its id: after a fork the child has the entry, but not the lock.
-_holders: dict[str, int] = {}
-_holders_lock = threading.Lock()
+
+@final
+class ProcessLock:
+    """A lock between the threads of one process. A forked child finds it open, even if the parent held it.
+
+    It is pickled as an open lock.
+    """
+
+    def __init__(self) -> None:
+        self._process_id = os.getpid()
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._process_id != os.getpid():
+            # The fork did not copy the thread that holds it.
+            self._process_id, self._lock = os.getpid(), threading.RLock()
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[ProcessLock], tuple[()]]:
+        return ProcessLock, ()
+
+
+# The descriptors of the locks that this process holds.
+_held: dict[str, int] = {}
+_held_lock = ProcessLock()
+
+
+def _forget_after_fork() -> None:
+    for descriptor in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@final
+class FileLock:
+    """One lock of this thread, against other threads and other processes.
+
+    The file exists while the lock is held. Its size announces to all processes how many bytes the holder is about to
+    write elsewhere, if it has no content.
+
+    Args:
+        path: The lock's file, in an existing directory.
+        opens: Opens the file, as ``os.open`` does.
+    """
+
+    def __init__(self, path: str, *, opens: Callable[[str, int, int], int] = os.open) -> None:
+        self.path = path
+        self.found = b""
+        """What the holder has written, if the lock could not be taken."""
+        self.error: OSError | None = None
+        """Why the file system can't lock, if it can't. The lock counts as taken then."""
+        self._opens = opens
+        self._descriptor = -1
+
+    def take(self, content: bytes = b"") -> bool:
+        """Take the lock if it is free, and return whether it was.
+
+        Args:
+            content: What to write into the file.
+
+        Raises:
+            OSError: If the file can't be opened or written.
+        """
+        with _held_lock:
+            if self.path in _held:  # opening it again would drop the lock
+                self.found = _this_process().encoded()
+                return False
+            is_free = True
+            while is_free:
+                descriptor = self._opens(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    is_free = self._is_locked(descriptor)
+                    if is_free and self._is_at_its_path(descriptor):
+                        os.ftruncate(descriptor, 0)  # removes what a dead holder has written
+                        os.write(descriptor, content)
+                        _held[self.path] = self._descriptor = descriptor
+                        return True
+                    self.found = os.read(descriptor, 4096)
+                finally:
+                    if self._descriptor != descriptor:
+                        os.close(descriptor)
+            return False
+
+    def _is_locked(self, descriptor: int) -> bool:
+        try:
+            # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main
+            # process that was killed with SIGKILL. They would keep holding a flock. A record lock belongs to the
+            # process.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            self.error = error
+        return True
+
+    def _is_at_its_path(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
+        except FileNotFoundError:  # its holder has removed it, to release the lock
+            return False
+
+    def announce(self, num_bytes: int) -> None:
+        """Announce to all processes how many bytes are about to be written."""
+        with contextlib.suppress(OSError):  # a full file system without sparse files
+            os.ftruncate(self._descriptor, num_bytes)
+
+    def release(self) -> None:
+        """Release the lock; does nothing if this object does not hold it, such as in a forked child."""
+        with _held_lock:
+            if _held.get(self.path) != self._descriptor:
+                return
+            # Removed while still locked: a waiter at the old file sees that it is gone and takes the new one.
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            del _held[self.path]
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class Lock(ABC):
@@ -98,8 +222,7 @@ class RunLock(Lock):
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
-        self._key = ""
-        self._descriptor = -1
+        self._file: FileLock | None = None
 
     def acquire(self) -> None:
         """Take the lock, or fail without waiting.
@@ -109,56 +232,25 @@ class RunLock(Lock):
             OSError: If the directory can't be written.
         """
         make_directory(self.directory)
-        key = os.path.realpath(self.directory)
-        with _holders_lock:
-            if _holders.get(key) == os.getpid():
-                raise RunInUseError(describe_holder(self.directory, _this_process()))
-            descriptor = _open_locked(self.directory)
-            self._key, self._descriptor, self._process_id = key, descriptor, os.getpid()
-            _holders[key] = os.getpid()
+        path = os.path.join(os.path.realpath(self.directory), LOCK_NAME)
+        file = FileLock(path, opens=open_own)
+        if not file.take(_this_process().encoded()):  # another holder may not have written its name yet
+            raise RunInUseError(describe_holder(self.directory, _decoded(file.found)))
+        if file.error is not None:
+            _logger.warning(
+                "Can't lock %s (%s). Training continues. Make sure that no second run writes there.",
+                self.directory, file.error,
+            )  # fmt: skip
+        self._file, self._process_id = file, os.getpid()
 
     def check(self) -> None:
         """Do nothing: the operating system keeps this lock for as long as the process lives, even while it sleeps."""
 
     def release(self) -> None:
         """Release the lock; does nothing if this object does not hold it, such as in a forked child."""
-        if not self.is_held:
-            return
-        with _holders_lock:
-            # Removed while still locked: a process waiting at the old file sees that it is gone and takes the new one.
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._key, LOCK_NAME))
-            os.close(self._descriptor)
+        if self.is_held and self._file is not None:
             self._process_id = None
-            del _holders[self._key]
-
-
-def _open_locked(directory: Path) -> int:
-    path = directory / LOCK_NAME
-    while True:
-        descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            _lock(descriptor, directory)
-            if is_still_at(path, descriptor):
-                os.truncate(descriptor, 0)
-                os.write(descriptor, _this_process().encoded())
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, directory: Path) -> None:
-    try:
-        is_locked = try_lock(descriptor)
-    except OSError as error:
-        _logger.warning(
-            "Can't lock %s (%s). Training continues. Make sure that no second run writes there.", directory, error
-        )
-        return
-    if not is_locked:  # a holder may not have written its name yet
-        raise RunInUseError(describe_holder(directory, _decoded(os.read(descriptor, 4096))))
+            self._file.release()
 
 
 def describe_holder(directory: Path | str, holder: Holder | None) -> str:
@@ -168,31 +260,6 @@ def describe_holder(directory: Path | str, holder: Holder | None) -> str:
         f"{directory} is in use by {_name(holder)}{this}. Two runs in one directory would overwrite each other's "
         "checkpoints. Wait for that run, stop it, or give this run another directory or run id."
     )
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file, and return False if another process holds it.
-
-    Raises:
-        OSError: If the file system can't lock.
-    """
-    try:
-        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
-        # that was killed with SIGKILL. They would keep holding a flock. A record lock belongs to the process.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        raise
-    return True
-
-
-def is_still_at(path: str | os.PathLike[str], descriptor: int) -> bool:
-    """Return whether an open file is the one at a path. Its holder may have removed it, to release the lock."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 LEASE_SECONDS = 30.0

@@ -23,13 +23,11 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, final
+from typing import Any
 
 from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
 from lightning_faulttolerant.processes import this_boot
@@ -42,7 +40,7 @@ from lightning_faulttolerant.storage.local import (
     target_name,
     temporary_name,
 )
-from lightning_faulttolerant.storage.lock import is_still_at, try_lock
+from lightning_faulttolerant.storage.lock import FileLock
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote, pause
 
 _logger = logging.getLogger(__name__)
@@ -51,111 +49,16 @@ _FIRST_LOOK_SECONDS = 0.002
 _LAST_LOOK_SECONDS = 0.05
 
 
-@final
-class ProcessLock:
-    """A lock between the threads of one process. A forked child finds it open, even if the parent held it.
-
-    It is pickled as an open lock.
-    """
-
-    def __init__(self) -> None:
-        self._process_id = os.getpid()
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if self._process_id != os.getpid():
-            # The fork did not copy the thread that holds it.
-            self._process_id, self._lock = os.getpid(), threading.RLock()
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[ProcessLock], tuple[()]]:
-        return ProcessLock, ()
-
-
-# The descriptors of the locks that this process holds.
-_held: dict[str, int] = {}
-_held_lock = ProcessLock()
-
-
-def _forget_after_fork() -> None:
-    for descriptor in _held.values():
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-@final
-class FileLock:
-    """One lock of this thread, against other threads and other processes.
-
-    The file exists while the lock is held. It has no content. Its size announces to all processes how many bytes the
-    holder is about to write elsewhere.
-
-    Args:
-        path: The lock's file, in an existing directory.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._descriptor = -1
-
-    def acquire(self, timeout_seconds: float) -> bool:
-        """Take the lock, or give up after a time.
-
-        Args:
-            timeout_seconds: How long to try; 0 tries once.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        seconds = _FIRST_LOOK_SECONDS
-        while not self._take():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            pause(min(seconds, left))
-            seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
-        return True
-
-    def announce(self, num_bytes: int) -> None:
-        """Announce to all processes how many bytes are about to be written."""
-        with contextlib.suppress(OSError):  # a full file system without sparse files
-            os.ftruncate(self._descriptor, num_bytes)
-
-    def release(self) -> None:
-        """Release the lock."""
-        with _held_lock:
-            if _held.get(self.path) != self._descriptor:
-                return  # forked since
-            # Removed while still locked: a waiter at the old file sees that it is gone and takes the new one.
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
-            del _held[self.path]
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _take(self) -> bool:
-        with _held_lock:
-            if self.path in _held:
-                return False
-            try:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            except PermissionError:
-                if os.path.exists(self.path):
-                    return False  # another user's
-                raise
-            if not (_lock(descriptor) and is_still_at(self.path, descriptor)):
-                os.close(descriptor)
-                return False
-            _held[self.path] = self._descriptor = descriptor
-            self.announce(0)  # removes the announcement of a dead holder
-            return True
+def _is_taken(lock: FileLock) -> bool:
+    try:
+        is_taken = lock.take()
+    except PermissionError:
+        if os.path.exists(lock.path):
+            return False  # another user's
+        raise
+    if lock.error is not None:
+        _logger.debug("A cache directory can't be locked (%s): each process fetches for itself.", lock.error)
+    return is_taken
 
 
 @contextlib.contextmanager
@@ -164,12 +67,17 @@ def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
 
     Args:
         path: The lock's file, in an existing directory.
-        timeout_seconds: How long to wait for it.
+        timeout_seconds: How long to wait for it; 0 tries once.
     """
     lock = FileLock(path)
-    if not lock.acquire(timeout_seconds):
-        yield None
-        return
+    deadline, seconds = time.monotonic() + timeout_seconds, _FIRST_LOOK_SECONDS
+    while not _is_taken(lock):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            yield None
+            return
+        pause(min(seconds, left))
+        seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
     try:
         yield lock
     finally:
@@ -178,19 +86,8 @@ def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
 
 def is_abandoned(path: str) -> bool:
     """Return whether a lock's file is the leftover of a dead process. In that case, remove it."""
-    lock = FileLock(path)
-    if not lock.acquire(0):
-        return False
-    lock.release()
-    return True
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        return try_lock(descriptor)
-    except OSError as error:
-        _logger.debug("A cache directory can't be locked (%s): each process fetches for itself.", error)
-        return True
+    with locked(path, 0) as lock:
+        return lock is not None
 
 
 MARKS_DIRECTORY = ".faulttolerant"

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.storage.lock import ProcessLock
 from lightning_faulttolerant.streaming.cache.checksums import hash_fault, size_fault
-from lightning_faulttolerant.streaming.cache.directory import ProcessLock, locked, temporary_for
+from lightning_faulttolerant.streaming.cache.directory import locked, temporary_for
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
 from lightning_faulttolerant.streaming.cache.shard_files import CacheLimit, KeptShards, publish
 from lightning_faulttolerant.streaming.format.codecs import decompress_file

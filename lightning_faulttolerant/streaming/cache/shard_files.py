@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.processes import this_boot
 from lightning_faulttolerant.storage.local import target_name
+from lightning_faulttolerant.storage.lock import FileLock
 from lightning_faulttolerant.storage.store import parse_bytes
 from lightning_faulttolerant.streaming.cache.checksums import (
     CRC32,
@@ -32,7 +33,6 @@ from lightning_faulttolerant.streaming.cache.directory import (
     MARK_SUFFIX,
     MARKS_DIRECTORY,
     OTHER_INDEX,
-    FileLock,
     FileMark,
     ShardMark,
     file_identity,
