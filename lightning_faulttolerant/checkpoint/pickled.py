@@ -211,13 +211,13 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> object:
         >>> found["step"], found["ratio"].name
         (3, 'fractions.Fraction')
     """
-    machine, source = _Machine(), _Source(file, begin=begin, num_bytes=num_bytes)
+    source, machine = _Source(file, begin=begin, num_bytes=num_bytes), _Machine()
     try:
         for _ in range(_MAX_OPERATIONS):
             operation = _BY_CODE[source.read(1).decode("latin-1")]
             if operation.name == "STOP":
                 return machine.stack.pop()
-            _OPERATIONS[operation.name](machine, source.argument_of(operation))
+            machine.run(operation.name, source.argument_of(operation))
     except KeyError as error:
         raise UnreadablePickleError(f"it has an unknown operation or reference ({error})") from error
     except IndexError as error:
@@ -289,85 +289,85 @@ class _Source:
 _KINDS = {"BINUNICODE": "text", "BINUNICODE8": "text", "LONG4": "integer"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """What an operation does to the stack, by the table of ``pickletools``."""
+
+    num_taken: int
+    takes_items: bool
+    """Whether it also takes all that lies above the last mark."""
+    leaves_result: bool
+    has_argument: bool
+
+    @classmethod
+    def of(cls, operation: pickletools.OpcodeInfo) -> _Effect:
+        """Return the effect of an operation."""
+        taken, takes_items = operation.stack_before, pickletools.markobject in operation.stack_before
+        num_taken = taken.index(pickletools.markobject) if takes_items else len(taken)
+        return cls(num_taken, takes_items, bool(operation.stack_after), operation.arg is not None)
+
+
+_EFFECTS = {operation.name: _Effect.of(operation) for operation in pickletools.opcodes}
+
+
 class _Machine:
     """The state that the operations of a pickle work on."""
 
     def __init__(self) -> None:
-        self.stack: list[object] = []
-        self.memo: dict[int, object] = {}
-        self._outer: list[list[object]] = []
+        self.stack: list[Any] = []
+        self._outer: list[list[Any]] = []
+        self._memo: dict[object, object] = {}
 
-    def mark(self, _: object = None) -> None:
-        self._outer.append(self.stack)
-        self.stack = []
+    def run(self, name: str, argument: object) -> None:
+        """Run an operation, with its argument."""
+        if name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self.stack[-1]
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            self.stack.append(self._memo[argument])
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = self.stack[-1]
+        elif name == "MARK":
+            self._outer.append(self.stack)
+            self.stack = []
+        elif name == "POP":
+            self.stack.pop() if self.stack else self._pop_mark()
+        elif name == "DUP":
+            self.stack.append(self.stack[-1])
+        else:
+            self._run(_EFFECTS[name], _RESULTS.get(name, _same), argument)
 
-    def pop_mark(self, _: object = None) -> list[object]:
+    def _run(self, effect: _Effect, result: Callable[..., object], argument: object) -> None:
+        values = [argument] if effect.has_argument else []
+        items = [self._pop_mark()] if effect.takes_items else []
+        begin = len(self.stack) - effect.num_taken
+        if begin < 0:
+            raise IndexError
+        values += self.stack[begin:]
+        del self.stack[begin:]
+        made = result(*values, *items)
+        if effect.leaves_result:
+            self.stack.append(made)
+
+    def _pop_mark(self) -> list[object]:
         items, self.stack = self.stack, self._outer.pop()
         return items
 
 
-_Operation = Callable[[_Machine, Any], object]
+def _same(value: object) -> object:
+    return value
 
 
-def _push(value: Callable[[_Machine, Any], object]) -> _Operation:
-    def operation(machine: _Machine, argument: object) -> None:
-        made = value(machine, argument)  # first: it may replace this stack by another one
-        machine.stack.append(made)
-
-    return operation
-
-
-def _put(machine: _Machine, number: int) -> None:
-    machine.memo[number] = machine.stack[-1]
-
-
-def _pop(machine: _Machine, _: object) -> None:
-    if machine.stack:
-        machine.stack.pop()
-    else:
-        machine.pop_mark()
-
-
-def _tuple(num_items: int) -> _Operation:
-    def operation(machine: _Machine, _: object) -> None:
-        items = tuple(machine.stack[len(machine.stack) - num_items :])
-        if len(items) != num_items:
-            raise IndexError
-        machine.stack[len(machine.stack) - num_items :] = [items]
-
-    return operation
-
-
-def _append(machine: _Machine, _: object) -> None:
-    item = machine.stack.pop()
-    _extend(machine.stack[-1], [item])
-
-
-def _appends(machine: _Machine, _: object) -> None:
-    items = machine.pop_mark()
-    _extend(machine.stack[-1], items)
-
-
-def _extend(target: object, items: list[object]) -> None:
+def _extended(target: object, items: list[object]) -> object:
     if isinstance(target, list):
         target.extend(items)
     elif isinstance(target, Made):
         target.state = (target.state, items)
     else:
         raise ValueError(f"it appends to a {type(target).__name__}")
+    return target
 
 
-def _set_item(machine: _Machine, _: object) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    _update(machine.stack[-1], [key, value])
-
-
-def _set_items(machine: _Machine, _: object) -> None:
-    items = machine.pop_mark()
-    _update(machine.stack[-1], items)
-
-
-def _update(target: object, items: list[object]) -> None:
+def _updated(target: object, items: list[object]) -> object:
     if len(items) % 2:
         raise ValueError("a key has no value")
     if isinstance(target, dict):
@@ -376,15 +376,12 @@ def _update(target: object, items: list[object]) -> None:
         target.state = (target.state, items)
     else:
         raise ValueError(f"it sets an item of a {type(target).__name__}")
+    return target
 
 
-def _dict_of(items: list[object]) -> dict[object, object]:
-    made: dict[object, object] = {}
-    _update(made, items)
-    return made
-
-
-def _named(module: str, name: str) -> Named:
+def _named(module: object, name: object) -> Named:
+    if not (isinstance(name, str) and isinstance(module, str)):
+        raise ValueError("it names a class by something that is not a string")
     return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
 
 
@@ -393,74 +390,41 @@ def _global(module_and_name: str) -> Named:
     return _named(module, name)
 
 
-def _stack_global(machine: _Machine, _: object) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    if not (isinstance(name, str) and isinstance(module, str)):
-        raise ValueError("it names a class by something that is not a string")
-    machine.stack.append(_named(module, name))
-
-
-def _reduce(machine: _Machine, _: object) -> None:
-    arguments, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(result_of(function, arguments))
-
-
-def _new_with_keywords(machine: _Machine, _: object) -> None:
-    keywords, arguments, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(Made(name_of(kind), (arguments, keywords)))
-
-
-def _object(machine: _Machine, _: object) -> object:
-    kind, *arguments = machine.pop_mark() or [None]
+def _object(items: list[object]) -> object:
+    kind, *arguments = items or [None]
     return result_of(kind, tuple(arguments))
 
 
-def _build(machine: _Machine, _: object) -> None:
-    state = machine.stack.pop()
-    target = machine.stack[-1]
+def _built(target: object, state: object) -> object:
     if isinstance(target, Made):  # a dict may have attributes too, like a module's state_dict: ignored
         target.state = (target.state, state)
+    return target
 
 
-_NUMBERS = ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT")
-_TEXTS = ("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")
-_BYTES = ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
-
-_OPERATIONS: Mapping[str, _Operation] = {
-    **dict.fromkeys(("PROTO", "FRAME", "READONLY_BUFFER"), lambda machine, argument: None),
-    **dict.fromkeys((*_NUMBERS, *_TEXTS, *_BYTES), _push(lambda machine, value: value)),
-    "BYTEARRAY8": _push(lambda machine, data: bytes(data) if isinstance(data, bytearray) else data),
-    "NONE": _push(lambda machine, _: None),
-    "NEWTRUE": _push(lambda machine, _: True),
-    "NEWFALSE": _push(lambda machine, _: False),
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), _push(lambda machine, _: [])),
-    "EMPTY_DICT": _push(lambda machine, _: {}),
-    "EMPTY_TUPLE": _push(lambda machine, _: ()),
-    **dict.fromkeys(("LIST", "FROZENSET"), _push(_Machine.pop_mark)),
-    "DICT": _push(lambda machine, _: _dict_of(machine.pop_mark())),
-    "TUPLE": _push(lambda machine, _: tuple(machine.pop_mark())),
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
-    "APPEND": _append,
-    **dict.fromkeys(("APPENDS", "ADDITEMS"), _appends),
-    "SETITEM": _set_item,
-    "SETITEMS": _set_items,
-    "MARK": _Machine.mark,
-    "POP": _pop,
-    "POP_MARK": _Machine.pop_mark,
-    "DUP": _push(lambda machine, _: machine.stack[-1]),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _push(lambda machine, number: machine.memo[number])),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _put),
-    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
-    "GLOBAL": _push(lambda machine, name: _global(name)),
-    "STACK_GLOBAL": _stack_global,
-    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), _push(lambda machine, number: Named(f"extension {number}"))),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), _reduce),
-    "NEWOBJ_EX": _new_with_keywords,
-    "INST": _push(lambda machine, name: result_of(_global(name), tuple(machine.pop_mark()))),
-    "OBJ": _push(_object),
-    "BUILD": _build,
-    **dict.fromkeys(("PERSID", "NEXT_BUFFER"), _push(lambda machine, name: Made("something kept elsewhere", name))),
-    "BINPERSID": _push(lambda machine, _: stored(machine.stack.pop())),
+# What an operation makes of its argument, of what it takes from the stack, and of the items above the last mark. The
+# others, such as those of numbers and texts, leave the one value that they have.
+_RESULTS: Mapping[str, Callable[..., object]] = {
+    "BYTEARRAY8": lambda data: bytes(data) if isinstance(data, bytearray) else data,
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_SET"), list),
+    "EMPTY_DICT": dict,
+    **dict.fromkeys(("EMPTY_TUPLE", "TUPLE"), tuple),
+    **dict.fromkeys(("TUPLE1", "TUPLE2", "TUPLE3"), lambda *items: items),
+    "DICT": lambda items: _updated({}, items),
+    "APPEND": lambda target, item: _extended(target, [item]),
+    **dict.fromkeys(("APPENDS", "ADDITEMS"), _extended),
+    "SETITEM": lambda target, key, value: _updated(target, [key, value]),
+    "SETITEMS": _updated,
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _named,
+    **dict.fromkeys(("EXT1", "EXT2", "EXT4"), lambda number: Named(f"extension {number}")),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), result_of),
+    "NEWOBJ_EX": lambda kind, arguments, keywords: Made(name_of(kind), (arguments, keywords)),
+    "INST": lambda name, items: result_of(_global(name), tuple(items)),
+    "OBJ": _object,
+    "BUILD": _built,
+    **dict.fromkeys(("PERSID", "NEXT_BUFFER"), lambda name=None: Made("something kept elsewhere", name)),
+    "BINPERSID": stored,
 }
