@@ -251,7 +251,7 @@ def begin_upload(fs: object, path: str) -> Upload:
     if is_s3(fs):
         return _S3Upload(fs, path)
     if is_azure(fs):
-        return _AzureUpload(fs, path)
+        return _SizedUpload(fs, path)
     return _GCSUpload(fs, path) if is_gcs(fs) else _MovedUpload(fs, path)
 
 
@@ -354,18 +354,43 @@ class _S3Upload:
         return None
 
 
-class _GCSUpload:
-    """A resumable upload that is finished at the end."""
+class _SizedUpload:
+    """A file that is written to a store which reports its size, but no checksum, and published when it is closed."""
 
-    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+    def __init__(self, fs: AbstractFileSystem, path: str, **options: bool) -> None:
         self._fs, self._path = fs, path
-        self._file = fs.open(path, "wb", autocommit=False)
-        self._md5, self._num_bytes = _md5(), 0
+        self._file = fs.open(path, "wb", **options)
+        self._num_bytes = 0
 
     def write(self, piece: memoryview) -> None:
         self._file.write(piece)
-        self._md5.update(piece)
         self._num_bytes += len(piece)
+
+    def publish(self) -> None:
+        self._file.close()
+
+    def discard(self) -> None:
+        self._file.closed = True  # Azure drops the blocks of a file without an end after a week
+
+    def find_damage(self) -> str | None:
+        self._fs.invalidate_cache()
+        return self._difference(self._fs.info(self._path))
+
+    def _difference(self, info: dict[str, Any]) -> str | None:
+        size = int(info["size"])
+        return None if size == self._num_bytes else _describe_size(size, self._num_bytes)
+
+
+class _GCSUpload(_SizedUpload):
+    """A resumable upload that is finished at the end."""
+
+    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
+        super().__init__(fs, path, autocommit=False)
+        self._md5 = _md5()
+
+    def write(self, piece: memoryview) -> None:
+        super().write(piece)
+        self._md5.update(piece)
 
     def publish(self) -> None:
         self._file.flush(force=True)
@@ -373,52 +398,14 @@ class _GCSUpload:
         self._file.closed = True
 
     def discard(self) -> None:
-        self._file.closed = True
+        super().discard()
         self._file.discard()
 
-    def find_damage(self) -> str | None:
-        self._fs.invalidate_cache()
-        info = self._fs.info(self._path)
-        if int(info["size"]) != self._num_bytes:
-            return _describe_size(info["size"], self._num_bytes)
+    def _difference(self, info: dict[str, Any]) -> str | None:
         expected = base64.b64encode(self._md5.digest()).decode()
         md5 = info.get("md5Hash", expected)  # composed objects have none
-        return f"its MD5 is {md5}, but the sent data has {expected}" if md5 != expected else None
-
-
-class _SizedUpload:
-    """A file that is being written to a store that reports its size, but no checksum."""
-
-    def __init__(self, fs: AbstractFileSystem, path: str) -> None:
-        self._fs = fs
-        self._file = fs.open(path, "wb")
-        self._num_bytes = 0
-
-    def write(self, piece: memoryview) -> None:
-        self._file.write(piece)
-        self._num_bytes += len(piece)
-
-    def _wrong_size(self, path: str) -> str | None:
-        self._fs.invalidate_cache()
-        size = self._fs.info(path)["size"]
-        return None if size == self._num_bytes else _describe_size(size, self._num_bytes)
-
-
-class _AzureUpload(_SizedUpload):
-    """Blocks that are committed at the end. Azure drops those of a killed writer after a week."""
-
-    def __init__(self, fs: object, path: str) -> None:
-        super().__init__(fs, path)
-        self._path = path
-
-    def publish(self) -> None:
-        self._file.close()
-
-    def discard(self) -> None:
-        self._file.closed = True
-
-    def find_damage(self) -> str | None:
-        return self._wrong_size(self._path)
+        difference = None if md5 == expected else f"its MD5 is {md5}, but the sent data has {expected}"
+        return super()._difference(info) or difference
 
 
 class _MovedUpload(_SizedUpload):
@@ -426,26 +413,24 @@ class _MovedUpload(_SizedUpload):
 
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         parent, _, name = path.rpartition("/")
-        self._path, self._temporary = path, f"{parent}/{temporary_name(name)}"
         if parent.strip("/"):
             fs.makedirs(parent, exist_ok=True)
-        super().__init__(fs, self._temporary)
+        super().__init__(fs, f"{parent}/{temporary_name(name)}")
+        self._final_path = path
 
     def publish(self) -> None:
-        self._file.close()
-        damage = self._wrong_size(self._temporary)
+        super().publish()
+        damage, temporary = self.find_damage(), self._path
         if damage is not None:
-            raise OSError(f"{self._temporary}: {damage}")
-        move(self._fs, self._temporary, self._path)
+            raise OSError(f"{temporary}: {damage}")
+        move(self._fs, temporary, self._final_path)
+        self._path = self._final_path
 
     def discard(self) -> None:
         with contextlib.suppress(Exception):
             self._file.close()
         with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._temporary)
-
-    def find_damage(self) -> str | None:
-        return self._wrong_size(self._path)
+            self._fs.rm_file(self._path)
 
 
 def _read_back(fs: AbstractFileSystem, path: str, part_bytes: int) -> list[bytes]:

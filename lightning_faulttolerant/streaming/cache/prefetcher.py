@@ -184,10 +184,6 @@ class _HeldShards:
         if self._positions.pop(key, None) is not None:
             self._caches[key[0]].release(key[1])
 
-    def release_all(self) -> None:
-        """Release all shards."""
-        self.release_passed(math.inf)
-
     def release_passed(self, position: float) -> None:
         """Release the shards that a reader at `position` has passed: if it did not wait for one, it has it open."""
         for key in [key for key, needed in self._positions.items() if needed < position]:
@@ -315,7 +311,7 @@ class _Work:
         """Release all shards that were fetched ahead, and start no new fetches in the block."""
         with self._changed:
             self._makes_way = True
-            self._held.release_all()
+            self._held.release_passed(math.inf)
         try:
             yield
         finally:

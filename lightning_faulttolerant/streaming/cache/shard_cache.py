@@ -13,7 +13,7 @@ from typing import TypeVar, final
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.storage.lock import ProcessLock
 from lightning_faulttolerant.streaming.cache.checksums import hash_fault, size_fault
-from lightning_faulttolerant.streaming.cache.directory import locked, temporary_for
+from lightning_faulttolerant.streaming.cache.directory import is_abandoned, locked, temporary_for
 from lightning_faulttolerant.streaming.cache.downloads import Attempts, FailedError, Remote
 from lightning_faulttolerant.streaming.cache.shard_files import CacheLimit, KeptShards, publish
 from lightning_faulttolerant.streaming.format.codecs import decompress_file
@@ -207,11 +207,12 @@ class ShardCache:
                 "again, and this may be the only copy. Delete its files yourself if you don't need them."
             )
         self._sound.discard(shard)
-        self.kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
+        with locked(self.kept.lock_path(shard), self._attempts.longest_seconds):
+            self.kept.remove(shard)
 
     def is_being_fetched(self, shard: int) -> bool:
-        """Return whether another process is fetching a shard."""
-        return self._remote is not None and self.kept.is_being_fetched(shard)
+        """Return whether another process is fetching or evicting a shard."""
+        return self._remote is not None and not is_abandoned(self.kept.lock_path(shard))
 
     def _get(self, shard: int, *, is_sealed: bool) -> None:
         if self._remote is None and not self._can_be_decompressed(shard):

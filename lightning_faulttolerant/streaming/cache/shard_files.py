@@ -250,21 +250,6 @@ class KeptShards:
                 return 0
             return self.remove(shard)
 
-    def discard(self, shard: int, *, timeout_seconds: float) -> None:
-        """Remove a shard, no matter which process fetched or used it.
-
-        Args:
-            shard: Its number.
-            timeout_seconds: How long to wait for a process that is fetching it.
-        """
-        with locked(self.lock_path(shard), timeout_seconds):
-            self.remove(shard)
-
-    def is_being_fetched(self, shard: int) -> bool:
-        """Return whether another process is fetching or evicting a shard."""
-        with locked(self.lock_path(shard), 0) as lock:
-            return lock is None
-
     def _paths(self, shard: int) -> list[str]:
         return [self.path(file) for file in self.shards[shard].files]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import itertools
@@ -122,14 +123,6 @@ def decompress_file(source: str, target: str, algorithm: str, *, num_bytes: int)
         raise
 
 
-def _gzip_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    return _parts(gzip.GzipFile(fileobj=file))
-
-
-def _bzip2_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    return _parts(bz2.BZ2File(file))
-
-
 def _parts(decompressed: gzip.GzipFile | bz2.BZ2File) -> Iterator[bytes]:
     try:
         while part := decompressed.read(_PART_BYTES):
@@ -160,25 +153,19 @@ def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
         raise ValueError("it ends early")
 
 
-def _snappy_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
+def _whole(
+    file: IO[bytes], num_bytes: int, *, package: str, size_of: Callable[[bytes], int], error: str
+) -> Iterator[bytes]:
+    """Yield the content, decompressed in one piece. The size that it states is checked first."""
     data = file.read()
-    yield _whole("snappy", data, _first_varint(data), num_bytes, "UncompressError")
-
-
-def _zstd_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    data = file.read()
-    yield _whole("zstd", data, content_bytes(data), num_bytes, "Error")
-
-
-def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str) -> bytes:
-    """Return the content of ``data``, decompressed in one piece. The size that it states is checked first."""
+    size = size_of(data)
     if size != num_bytes:
         raise ValueError(f"it says that it holds {size} bytes, but the index says {num_bytes}")
     module: Any = extra(package, purpose=f"for the compression {package}")
     try:
-        return bytes(module.decompress(data))
-    except getattr(module, error_name) as error:
-        raise ValueError(str(error) or "its bytes can't be decompressed") from error
+        yield bytes(module.decompress(data))
+    except getattr(module, error) as reason:
+        raise ValueError(str(reason) or "its bytes can't be decompressed") from reason
 
 
 def _first_varint(data: bytes) -> int:
@@ -188,15 +175,6 @@ def _first_varint(data: bytes) -> int:
         if byte < 0x80:
             return value
     raise ValueError("it has no size")
-
-
-_PARTS: dict[str, Callable[[IO[bytes], int], Iterator[bytes]]] = {
-    "br": _brotli_parts,
-    "bz2": _bzip2_parts,
-    "gz": _gzip_parts,
-    "snappy": _snappy_parts,
-    "zstd": _zstd_parts,
-}
 
 
 _MAGIC = 0xFD2FB528
@@ -254,6 +232,15 @@ def _number(data: bytes, at: int, num_bytes: int) -> int:
     if len(field) < num_bytes:
         raise ValueError("it ends early")
     return int.from_bytes(field, "little")
+
+
+_PARTS: dict[str, Callable[[IO[bytes], int], Iterator[bytes]]] = {
+    "br": _brotli_parts,
+    "bz2": lambda file, num_bytes: _parts(bz2.BZ2File(file)),
+    "gz": lambda file, num_bytes: _parts(gzip.GzipFile(fileobj=file)),
+    "snappy": functools.partial(_whole, package="snappy", size_of=_first_varint, error="UncompressError"),
+    "zstd": functools.partial(_whole, package="zstd", size_of=content_bytes, error="Error"),
+}
 
 
 _UINT32_BYTES = 4
