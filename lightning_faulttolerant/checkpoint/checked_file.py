@@ -40,6 +40,23 @@ def read_chunks(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
         num_bytes -= num_read
 
 
+def sum_of(file: IO[bytes], num_bytes: int) -> tuple[int, int]:
+    """Read from a file's current position; return how many bytes were read, and their CRC32.
+
+    Args:
+        file: Open for reading.
+        num_bytes: The maximum.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    num_read, crc32 = 0, 0
+    for chunk in read_chunks(file, num_bytes):
+        num_read += len(chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+    return num_read, crc32
+
+
 def read_into(file: IO[bytes], room: memoryview) -> int:
     """Read from a file's current position into memory, and return the number of bytes; 0 only at the end.
 
@@ -119,11 +136,8 @@ def content_damage(file: IO[bytes], content: RecordContent) -> str | None:
         OSError: If the file can't be read.
     """
     file.seek(content.offset)
-    crc, num_left = 0, content.num_bytes
-    for chunk in read_chunks(file, num_left):
-        crc = zlib.crc32(chunk, crc)
-        num_left -= len(chunk)
-    return TOO_SHORT if num_left else content.damage(crc)
+    num_read, crc = sum_of(file, content.num_bytes)
+    return content.damage(crc) if num_read == content.num_bytes else TOO_SHORT
 
 
 # Small enough that the bytes are still in the CPU's cache for the checksum.

@@ -8,13 +8,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from lightning_faulttolerant.checkpoint.checked_file import read_chunks
+from lightning_faulttolerant.checkpoint.checked_file import sum_of
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -268,7 +267,7 @@ def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
     with open(path, "rb") as file:
         if fsync:
             os.fsync(file.fileno())
-        size_bytes, crc32 = _sum_stream(file, os.fstat(file.fileno()).st_size)
+        size_bytes, crc32 = sum_of(file, os.fstat(file.fileno()).st_size)
         found_bytes = os.fstat(file.fileno()).st_size
     if found_bytes != size_bytes:
         raise ValueError(
@@ -276,14 +275,6 @@ def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
             "files, and wait for threads that write, before you commit the directory."
         )
     return FileEntry(size_bytes=size_bytes, crc32=crc32)
-
-
-def _sum_stream(file: IO[bytes], num_bytes: int) -> tuple[int, int]:
-    size_bytes, crc32 = 0, 0
-    for chunk in read_chunks(file, num_bytes):
-        size_bytes += len(chunk)
-        crc32 = zlib.crc32(chunk, crc32)
-    return size_bytes, crc32
 
 
 def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[tuple[str, FileEntry]], str]:
@@ -298,7 +289,7 @@ def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[
             size_bytes, crc32 = store.size(name), entry.crc32
             if contents and size_bytes == entry.size_bytes:
                 with open_file(store.path(name), whole=True) as file:
-                    size_bytes, crc32 = _sum_stream(file, size_bytes)
+                    size_bytes, crc32 = sum_of(file, size_bytes)
         except OSError as error:
             return f"{name}: {_damage_of(error)}"
         if size_bytes != entry.size_bytes:

@@ -177,13 +177,10 @@ class RankGroup:
         return received[0][1]
 
     def _checked(self, answers: list[Any]) -> list[object]:
-        self._check([step for step, _ in answers])
+        if len({step for step, _ in answers}) > 1:
+            places = [f"rank {rank} is at {step!r}" for rank, (step, _) in zip(self._ranks, answers, strict=True)]
+            raise self._lost(f"the ranks are out of step: {', '.join(places)}")
         return [value for _, value in answers]
-
-    def _check(self, steps: list[str]) -> None:
-        if len(set(steps)) > 1:
-            places = ", ".join(f"rank {rank} is at {step!r}" for rank, step in zip(self._ranks, steps, strict=False))
-            raise self._lost(f"the ranks are out of step: {places}")
 
     def _silence(self, step: str, error: RuntimeError) -> RanksLostError:
         reason = str(error).splitlines()[0].removesuffix(".")

@@ -298,11 +298,13 @@ def pack(checkpoint: Mapping[str, object], *, leave: Collection[str] = ()) -> Pa
         >>> packed.checkpoint == {"epoch": 3, "mine": {"folder": Path("/data")}}
         True
     """
-    search = _Search(checkpoint, leave)
-    found, failures = dict(search.found), dict[str, str]()
+    found, places, failures = dict[Path, object](), dict[int, Path](), dict[str, str]()
+    for key, value in checkpoint.items():
+        if key not in leave:
+            _look(value, (key,), found, places)
     pool: Pool | None = None
     while pool is None:
-        pool = _pickled(found, search.places, failures)
+        pool = _pickled(found, places, failures)
     if not pool:
         return Packed(dict(checkpoint), {}, [], failures)
     copied: dict[str, object] = _copied(dict(checkpoint), {}, leave)
@@ -341,32 +343,17 @@ def classes_in(pool: Mapping[str, Any]) -> dict[str, str]:
     return {place: str(entry["class"]) for place, entry in pool.items()}
 
 
-class _Search:
-    """Searches for the objects that have to be kept as bytes.
-
-    Args:
-        checkpoint: The checkpoint to search.
-        leave: Keys that are not searched.
-    """
-
-    def __init__(self, checkpoint: Mapping[str, object], leave: Collection[str]) -> None:
-        self.found: list[tuple[Path, object]] = []
-        self.places: dict[int, Path] = {}
-        """The place of each plain container, by its identity."""
-        for key, value in checkpoint.items():
-            if key not in leave:
-                self._look(value, (key,))
-
-    def _look(self, value: object, path: Path) -> None:
-        if is_surely_safe(value) or id(value) in self.places:
-            return
-        if _is_for_bytes(value):
-            self.found.append((path, value))
-        elif type(value) in CONTAINERS:
-            if type(value) in _WITH_PLACES:
-                self.places[id(value)] = path
-            for key, child in _items(value):
-                self._look(child, (*path, key))
+def _look(value: object, path: Path, found: dict[Path, object], places: dict[int, Path]) -> None:
+    """Add the objects that have to be kept as bytes to `found`, and the plain containers, by identity, to `places`."""
+    if is_surely_safe(value) or id(value) in places:
+        return
+    if _is_for_bytes(value):
+        found[path] = value
+    elif type(value) in CONTAINERS:
+        if type(value) in _WITH_PLACES:
+            places[id(value)] = path
+        for key, child in _items(value):
+            _look(child, (*path, key), found, places)
 
 
 def _is_for_bytes(value: Any) -> bool:

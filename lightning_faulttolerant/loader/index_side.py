@@ -63,7 +63,8 @@ class IndexIterator(Iterator[object]):
         self._started = started
         self._is_open = False
         self._ahead: deque[object] = deque()
-        self._draw: Callable[[], object] = self._open_and_draw
+        self._draw: Callable[[], object]
+        """Draws the next batch, once it is open."""
         self._passes_on = self._only_counts = False
 
     def open(self) -> None:
@@ -79,10 +80,6 @@ class IndexIterator(Iterator[object]):
         """Draw the next batch now, if one exists. It is handed out when it is requested."""
         with contextlib.suppress(StopIteration):
             self._ahead.append(self._draw())
-
-    def _open_and_draw(self) -> object:
-        self.open()
-        return self._draw()
 
     def __next__(self) -> object:
         if self._only_counts:

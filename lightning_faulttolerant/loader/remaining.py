@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
-from lightning_faulttolerant.loader.samplers import is_interruptible
+from lightning_faulttolerant.loader.samplers import is_interruptible, order_follows_from_start
 from lightning_faulttolerant.samplers.order import (
     EpochPart,
     FeistelPermutation,
@@ -148,13 +148,14 @@ def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
     """Return the share of `sampler`, one of torch's or of this package's, for its rank; ``None`` if it is unknown."""
     batched = sampler if type(sampler) is BatchSampler else None
     inner: Any = sampler if batched is None else batched.sampler
-    # One of this package's deals samples; it must have its epoch from the beginning.
-    is_ours = is_interruptible(inner) and inner.kind == "distributed" and not inner.deal().begin
-    is_dealt = type(inner) is DistributedSampler or is_ours
+    # One of this package's must have its epoch from the beginning.
+    kind = inner.kind if is_interruptible(inner) and not inner.deal().begin else None
+    is_dealt = type(inner) is DistributedSampler or kind == "distributed"
+    is_torchs_pass = type(inner) in (RandomSampler, SequentialSampler) and order_follows_from_start(inner)
     if is_dealt:
         if (inner.rank, inner.num_replicas) != (rank, num_ranks):
             return None
-    elif num_ranks > 1 or not _is_one_pass(inner):
+    elif num_ranks > 1 or not (kind == "single" or is_torchs_pass):
         return None
     return RankShare(
         rank=rank,
@@ -163,15 +164,6 @@ def share_of(sampler: object, *, rank: int, num_ranks: int) -> RankShare | None:
         drop_last=batched is not None and batched.drop_last,
         cuts=is_dealt and inner.drop_last,
     )
-
-
-def _is_one_pass(sampler: Any) -> bool:
-    if type(sampler) is SequentialSampler:
-        return True
-    if is_interruptible(sampler):
-        return bool(sampler.kind == "single" and not sampler.deal().begin)
-    is_random = type(sampler) is RandomSampler
-    return is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def order_of(sampler: object, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:

@@ -126,7 +126,7 @@ class ResumableDataLoader(DataLoader[T]):
 
     def _show_methods(self) -> None:
         # Fabric's wrapper exposes the attributes of the instance, not those of its class.
-        vars(self).update({name: _MethodOf(self, name) for name in _METHODS})
+        vars(self).update({name: functools.partial(_called, name, weakref.ref(self)) for name in _METHODS})
 
     @property
     def _started_run(self) -> LoaderRun:
@@ -208,18 +208,12 @@ class ResumableDataLoader(DataLoader[T]):
         self._show_methods()
 
 
-class _MethodOf:
-    """Calls a method of a loader without keeping the loader alive."""
-
-    def __init__(self, loader: ResumableDataLoader[Any], name: str) -> None:
-        self._loader = weakref.ref(loader)
-        self._name = name
-
-    def __call__(self, *args: object) -> Any:
-        loader = self._loader()
-        if loader is None:
-            raise ReferenceError("the loader whose state is requested no longer exists")
-        return getattr(type(loader), self._name)(loader, *args)
+def _called(name: str, reference: weakref.ref[ResumableDataLoader[Any]], *args: object) -> Any:
+    """Call a method of a loader, which the reference doesn't keep alive."""
+    loader = reference()
+    if loader is None:
+        raise ReferenceError("the loader whose state is requested no longer exists")
+    return getattr(type(loader), name)(loader, *args)
 
 
 @functools.cache

@@ -214,17 +214,7 @@ def rest_of(sampler: object, num_batches: int) -> Iterator[object] | None:
     inner = _rest(sampler.sampler, num_batches * sampler.batch_size)
     if inner is None:
         return None
-    return iter(BatchSampler(_Once(inner), sampler.batch_size, sampler.drop_last))
-
-
-class _Once(Iterable[int]):
-    """A sampler that `BatchSampler` accepts."""
-
-    def __init__(self, indices: Iterator[int]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[int]:
-        return self._indices
+    return iter(BatchSampler(inner, sampler.batch_size, sampler.drop_last))
 
 
 def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
