@@ -23,23 +23,11 @@ from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointErr
 from tests.damage import bytes_of
 
 
-def summary_of(content, **options):
-    """Save with torch, and return the summary."""
-    return read_summary(io.BytesIO(bytes_of(content, **options)), name="the file")
-
-
-def archive_of(records, **options):
-    """Return a zip file."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", **options) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    return buffer
-
-
 def describe(data):
     """Return the description of a checkpoint that has these bytes for a pickle."""
-    return read_summary(archive_of({"archive/data.pkl": data}), name="the file").content
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+    return read_summary(buffer, name="the file").content
 
 
 plain_values = strategies.recursive(
@@ -193,7 +181,7 @@ def test_a_small_file_can_not_take_much_memory():
 @pytest.mark.parametrize("make", [lambda: "x" * 10_000_000, lambda: b"x" * 10_000_000, lambda: 1 << 80_000_000])
 def test_long_data_is_passed_over(make):
     """A text, bytes or a number of 10 MB is described by its length and not read; the rest is read."""
-    summary = summary_of([make(), "after"], pickle_protocol=4)
+    summary = read_summary(io.BytesIO(bytes_of([make(), "after"], pickle_protocol=4)), name="the file")
     long, after = summary.content
     assert after == "after"
     assert 9_900_000 < summary.size_of(long).num_bytes < 10_100_000

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_faulttolerant import NotExactError, ResumableDataLoader
@@ -21,6 +21,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.saved import LOST, NODES
 from tests.laws.data_sets import NoisyDataset
 from tests.loader.loops import follow
+from tests.loader.made import Echo
 
 
 class Stream(IterableDataset[Any]):
@@ -186,24 +187,10 @@ def test_cache_of_anything_else_is_lost(name: str) -> None:
     assert list(dataset.cache) == [*range(6 if name == "entries by another key" else 5)]
 
 
-class Numbers(Dataset[Tensor]):
-    """Holds a module, and an object with a count."""
-
-    def __init__(self) -> None:
-        self.module = nn.Linear(2, 2)
-        self.counter = SimpleNamespace(count=0)
-        self.kept: Any = None
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(index)
-
-
 def test_what_other_code_carries_is_not_carried_again() -> None:
     """The weights of a module that the data set holds, and a state of its loader, are not; counts beside them are."""
-    dataset = Numbers()
+    dataset: Any = Echo()
+    dataset.module, dataset.counter, dataset.kept = nn.Linear(2, 2), SimpleNamespace(count=0), None
     objects = LoaderObjects(DataLoader(dataset))
     with torch.no_grad():
         dataset.module.weight.add_(1)

@@ -90,14 +90,6 @@ def test_the_next_run_fetches_what_does_not_match(tmp_path: Path, case: str) -> 
     assert asked_by_next_run(data, tmp_path, validate_hash="sha1") == []
 
 
-def test_another_address_with_an_equal_index_is_another_data_set(tmp_path: Path) -> None:
-    """Its shards are kept elsewhere, since their content may differ."""
-    for name in ("one", "other"):
-        put(tmp_path / name, data_of())
-        opened(tmp_path / "local", tmp_path / name).prepare_shard(1)
-    assert len(list(tmp_path.rglob(SHARD))) == 4  # those of the addresses, and a copy of each
-
-
 def test_shards_that_were_not_checked_are_checked_when_a_hash_is_given(tmp_path: Path) -> None:
     """A shard that was kept without a hash, or was put there by somebody else, is compared with it."""
     data = data_of()
