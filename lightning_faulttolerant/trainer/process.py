@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Registered = tuple[Callable[[], object], Callable[[object], object]]
 """The functions that return a state, and that restore it."""
 
-OBJECTS = "objects"
+OBJECTS, SETTINGS = "objects", "settings"
 """The part of the state that holds the user's own objects."""
 
 IMPORTED_AT = time.time()

@@ -179,6 +179,7 @@ class Session(AnySession):
         )
         if self._resume is None and self.trainer.num_sanity_val_steps:
             run_state.objects.before_sanity_check()
+            run_state.validation.before_sanity_check()
         self._reloads, run_state.objects.started = run_state.objects.reloads, self._started
         self._fingerprint.settings()
         if self._resume is None:

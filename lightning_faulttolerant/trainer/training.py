@@ -214,6 +214,7 @@ class Training:
     def run(self, original: Method) -> None:
         """Replace the fit loop's ``run``."""
         self.checkpointer.run_state.objects.after_sanity_check()
+        self.checkpointer.run_state.validation.after_sanity_check()
         original()
         self._finish()
 

@@ -388,10 +388,8 @@ class Seeds(Callback):
         seed_everything(5, verbose=False)
 
 
-UNCHECKED = {"inference_mode": False, "num_sanity_val_steps": 0}
-NOT_STRICT = {"strict": False}  # the hook stays after the validation run that has registered it
 REPEATED = [
-    *((stage, Row(name="sets", module=Sets, trainer=UNCHECKED, options=NOT_STRICT)) for stage in ("test", "fit")),
+    *((stage, Row(name="sets", module=Sets, trainer={"inference_mode": False})) for stage in ("test", "fit")),
     ("fit", Row(
         name="ahead in the next loader", module=Judge,
         validation=lambda: [rows_of(16, shuffle=False)(), DataLoader(Stream(8), batch_size=4)],

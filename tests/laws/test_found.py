@@ -5,7 +5,6 @@ from __future__ import annotations
 import decimal
 import enum
 import importlib.util
-import os
 import random
 import re
 import signal
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_faulttolerant.cli import main
@@ -168,28 +167,41 @@ class Phased(Net):
 class Sets(Net):
     """Changes settings of the process in its third step, and depends on all of them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        os.environ["DROPPED"] = "1"
-
     def loss(self, batch: Tensor) -> Tensor:
         if self.global_step == 2:
             self.change()
-        found = [os.environ.get("SCALE"), os.environ.get("DROPPED"), np.geterr(), torch.get_float32_matmul_precision(),
-                 torch.zeros(()).dtype, torch.get_num_threads() == 3, decimal.getcontext().prec,
-                 torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark]  # fmt: skip
+        found = [np.geterr(), torch.get_float32_matmul_precision(), torch.zeros(()).dtype, torch.get_num_threads() == 3,
+                 decimal.getcontext().prec, torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled(),
+                 torch.backends.cudnn.benchmark, torch.backends.cuda.flash_sdp_enabled()]  # fmt: skip
         return super().loss(batch) * len(str(found))
 
     def change(self) -> None:
-        os.environ.update(SCALE="34567")
-        del os.environ["DROPPED"]
+        raise NotImplementedError
+
+
+class OfSetting(Dataset[Tensor]):
+    """Returns what the default dtype makes of its rows."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), index + 1 / 3, dtype=torch.float64).to(torch.get_default_dtype()).float()
+
+
+class SetsAfterEpoch(Net):
+    """Changes a setting after the first epoch: workers of the next one have it, too."""
+
+    def on_train_epoch_end(self) -> None:
+        torch.set_default_dtype(torch.bfloat16)
 
 
 SETTINGS: dict[str, Callable[[Any], object]] = {
-    "variables of the environment": Sets.change,
     "the default dtype": lambda _: torch.set_default_dtype(torch.bfloat16),
     "the precision of products": lambda _: torch.set_float32_matmul_precision("high"),
     "deterministic algorithms": lambda _: torch.use_deterministic_algorithms(True),
+    "detection of anomalies": lambda _: torch.autograd.set_detect_anomaly(True),
+    "flash attention": lambda _: torch.backends.cuda.enable_flash_sdp(False),
     "cuDNN": lambda _: setattr(torch.backends.cudnn, "benchmark", True),
     "the number of threads": lambda _: torch.set_num_threads(3),
     "errors of NumPy": lambda _: np.seterr(divide="ignore"),
@@ -213,6 +225,9 @@ FOUND: dict[str, Callable[[], Row]] = {
     "a weak dictionary": lambda: Row(name="weak", module=Weak),
     "a file that importlib has loaded": lambda: Row(name="configured", module=Configured),
     "an enum, a view, and a pattern": lambda: Row(name="phased", module=Phased),
+    "the default dtype of workers": lambda: Row(
+        name="of workers", module=SetsAfterEpoch, train=lambda: DataLoader(OfSetting(), batch_size=4, num_workers=1)
+    ),
     **{name: setting(change) for name, change in SETTINGS.items()},
 }
 
@@ -249,21 +264,3 @@ def test_callback_that_training_adds_is_named(tmp_path: Path, capsys: pytest.Cap
     assert "callbacks['Added']: a callback that training has added; pass it to the Trainer" in refused.output
     main(["inspect", str(tmp_path)])
     assert capsys.readouterr().out.count("without          callbacks['Added']: a callback that training") == 1
-
-
-class Hooked(Net):
-    """Registers hooks in training."""
-
-    def on_train_epoch_end(self) -> None:
-        for register in (self.layers[0].register_forward_hook, nn.modules.module.register_module_forward_hook):
-            register(lambda module, args, output: None)
-
-
-def test_hooks_that_training_registers_are_named(tmp_path: Path) -> None:
-    """A new process does not register them, so a resume is refused, with what to do."""
-    training = Training(group=Group(rows=(Row(name="hooked", module=Hooked),)), root=tmp_path)
-    training.start(Cut(at=(1, 2), by=signal.SIGTERM))
-    refused = training.start()
-    assert refused.codes == [1], refused.output
-    assert "module.layers.0._forward_hooks[0]: a hook that training has registered or" in refused.output
-    assert "torch.nn.modules.module._global_forward_hooks[0]: a hook" in refused.output

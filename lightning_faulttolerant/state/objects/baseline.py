@@ -168,8 +168,8 @@ def same_items(items: Iterable[object], others: Iterable[object]) -> bool:
 def items_mark(value: object, before: Any = None) -> Mark:
     """Return a mark of a list, dict, or deque that held the items of `before`, or holds its own items."""
     if isinstance(value, dict):
-        return _items_mark(value, _keys_and_values, before and _keys_and_values(before))
-    return _items_mark(value, kinds.items_of, before and list(before))
+        return _items_mark(value, _keys_and_values, None if before is None else _keys_and_values(before))
+    return _items_mark(value, kinds.items_of, None if before is None else list(before))
 
 
 def _keys_and_values(mapping: Any) -> list[object]:

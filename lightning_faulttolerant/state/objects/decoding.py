@@ -293,8 +293,9 @@ class Decoder:
         value, (kind, *rest) = self._made[number], self._table[number]
         if kind in _CONTAINERS:
             self._fill_container(value, [kind, *rest])
-        for attributes in rest[_PLACES_OF_ATTRIBUTES.get(kind, len(rest)) :]:
-            self.set_attributes(value, attributes)
+        place = _PLACES_OF_ATTRIBUTES.get(kind, len(rest))
+        if place < len(rest):  # a container of Python's own class has no attributes
+            self.set_attributes(value, rest[place])
 
     def _tensor(self, encoded: object) -> torch.Tensor:
         found = self._hashable(encoded)
@@ -317,7 +318,6 @@ class Decoder:
 
 _MAPPINGS = ("dict", "defaultdict", "OrderedDict", "Counter")
 _CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
-# The last part of a row, if there is one: a container of Python's own class has no attributes.
 _PLACES_OF_ATTRIBUTES = {"object": 1, "value": 3, "tensor of a class": 2, **dict.fromkeys(_CONTAINERS, 3)}
 
 

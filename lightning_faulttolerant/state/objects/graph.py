@@ -107,34 +107,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
           "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
 
 
-def of_hooks(path: str, owner: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def of_hooks(path: str, owner: object) -> Iterator[tuple[str, object]]:
     """Yield the hooks on a module, a tensor, or an optimizer; their keys differ in each process."""
-    for name in [prefix + name for name in _HOOKS]:
+    for name in _HOOKS:
         hooks = getattr(owner, name, None) or {}
         yield from ((f"{path}.{name}[{i}]", hook) for i, hook in enumerate(list(hooks.values())))
-
-
-def global_hooks() -> dict[str, object]:
-    """Return the hooks on all modules, by path."""
-    return dict(of_hooks("torch.nn.modules.module", torch.nn.modules.module, "_global"))
-
-
-def hooks_inside(module: nn.Module) -> dict[str, object]:
-    """Return the hooks on a module, on those inside it, and on all modules, by path, without torch's own."""
-    found = [one for path, part in module.named_modules(prefix="module") for one in of_hooks(path, part)]
-    found += global_hooks().items()
-    modules = {path: getattr(getattr(one, "func", one), "__module__", "") for path, one in found}
-    return {path: hook for path, hook in found if not str(modules[path]).startswith("torch.")}
-
-
-def differing(then: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
-    """Return the paths at which there is another object, or none, in one of two mappings."""
-    pairs = {path: (then.get(path), now.get(path)) for path in then.keys() | now.keys()}
-    return {path for path, (one, other) in pairs.items() if one is not other and not _is_same_method(one, other)}
-
-
-def _is_same_method(one: object, other: object) -> bool:
-    return isinstance(one, types.MethodType) and one == other  # each access to a method makes another object
 
 
 def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, object]]:

@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.checkpoint.schema import NOT_EXACT, VERSION, CheckpointPart, SavedFingerprint
 from lightning_faulttolerant.state.metrics import merged_metrics
+from lightning_faulttolerant.state.process_settings import set_process_settings
 from lightning_faulttolerant.trainer.adapters.state import begin_evaluation_bar, swap_for_validation
 from lightning_faulttolerant.trainer.evaluation import compat as runs
 from lightning_faulttolerant.trainer.evaluation.saving import (
@@ -39,7 +40,7 @@ from lightning_faulttolerant.trainer.log import tell_resumed
 from lightning_faulttolerant.trainer.objects.objects import SPLITS
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import TrainerPosition, function_of, loop_of
-from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.process import OBJECTS, SETTINGS
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.elastic import (
     LOST_GENERATORS,
@@ -246,6 +247,7 @@ class EvaluationResume:
         patches: Patches,
         options: Options,
     ) -> None:
+        self._surroundings = surroundings(trainer)  # what training has set is restored later
         self._trainer = trainer
         self._saved = saved
         self._run_state = run_state
@@ -324,6 +326,7 @@ class EvaluationResume:
 
     def continue_loaders(self, dealing: Dealing | None) -> None:
         """Let the loaders continue; deal what is left of the samples to these ranks if another number began."""
+        set_process_settings(self._saved.state[SETTINGS])  # workers inherit them
         self._loaders.resume_from(self._saved.state["loaders"])
         if not self._saved.dealt or dealing is None:
             return
@@ -400,7 +403,7 @@ class EvaluationResume:
             notes=(*self.notes, *self._run_state.objects.notes),
             seconds=time.monotonic() - self._saved.began,
         )
-        changed = list(map(str, differences(self._saved.part["surroundings"], surroundings(self._trainer))))
+        changed = list(map(str, differences(self._saved.part["surroundings"], self._surroundings)))
         is_exact = not (self._reasons or objects or self._loaders.exactness.reasons)
         self.proving.begin_to_repeat(self._saved.ranks, position, is_exact=is_exact, changed=changed)
         self._saved.forget()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_faulttolerant.checkpoint.ranks import Ranks
 from lightning_faulttolerant.clock import perf_counter
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.objects.graph import differing
+from lightning_faulttolerant.state.objects.graph import of_hooks
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_for_validation, swaps_in_its_own_way
@@ -75,13 +76,23 @@ class ValidationRun:
         """Whether each batch is fetched ahead of its step, so that `note_fetch` must be called before it is fetched."""
         self._ahead: _BeforeFetch | None = None
         self._begun_with: dict[str, object] = {}
+        self._before_check: dict[str, object] = {}
         self.is_continuing = False
         """Whether the run that begins next is one that an earlier process began."""
+
+    def before_sanity_check(self) -> None:
+        """Note what there is before the sanity check, which a resumed run does not repeat."""
+        self._before_check = _never_carried(self._trainer)
+
+    def after_sanity_check(self) -> None:
+        """Keep of that what the sanity check has changed."""
+        then = self._before_check
+        self._before_check = then and {name: then.get(name) for name in _changed(then, _never_carried(self._trainer))}
 
     def begin(self) -> None:
         """Note that a run begins."""
         self._is_known, self._ahead, self.is_ahead = None, None, False
-        self._begun_with = self._modules()
+        self._begun_with = {**_never_carried(self._trainer), **self._before_check}
         self.first_loop_iter = runs.first_loop_iter(self._trainer)
 
     @property
@@ -105,13 +116,9 @@ class ValidationRun:
         Args:
             lost: The paths of all that a checkpoint of this instant would lack.
         """
-        more = differing(self._begun_with, self._modules()) | (lost - self.lost_before)
-        more |= {"torch.is_grad_enabled()"} if torch.is_grad_enabled() else set()
-        if more:
-            self.repeat(f"a checkpoint can't carry what the run has made or changed: {', '.join(sorted(more))}")
-
-    def _modules(self) -> dict[str, object]:
-        return dict(self._trainer.lightning_module.named_modules(prefix="module"))
+        now = {**_never_carried(self._trainer), _GRADIENTS: torch.is_grad_enabled()}
+        if more := sorted(_changed(self._begun_with, now) | (lost - self.lost_before)):
+            self.repeat(f"a checkpoint can't carry what the run has made or changed: {', '.join(more)}")
 
     def check_loaders(self) -> None:
         """Repeat the run if a loader can't report its place at this instant."""
@@ -216,7 +223,7 @@ class ValidationRun:
         """
         val_loop = self._val_loop
         during, self.first_loop_iter = runs.first_loop_iter(self._trainer), state["first_loop_iter"]
-        self._is_known, self._begun_with = None, self._modules()
+        self._is_known, self._begun_with = None, _never_carried(self._trainer)
         runs.set_first_loop_iter(self._trainer, self.first_loop_iter)  # the training loop keeps it from here
 
         def start() -> None:
@@ -236,6 +243,26 @@ class ValidationRun:
         finally:
             self.is_continuing = False
             patches.undo()
+
+
+_GRADIENTS = "torch.is_grad_enabled()"
+
+
+def _never_carried(trainer: Trainer) -> dict[str, object]:
+    """Return, by name, the user's hooks on modules, the modules, and the environment."""
+    found: dict[str, object] = {
+        _GRADIENTS: False,  # what Lightning sets for an evaluation
+        **{f"os.environ[{name!r}]": value for name, value in os.environ.items()},
+    }
+    for path, module in trainer.lightning_module.named_modules(prefix="module"):
+        found[path] = id(module)  # metrics have an operator in place of a comparison
+        hooks = of_hooks(path, module)
+        found |= {name: one for name, one in hooks if not str(getattr(one, "__module__", "")).startswith("torch.")}
+    return found
+
+
+def _changed(then: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    return {each for each in then.keys() | now.keys() if then.get(each) != now.get(each)}
 
 
 @contextlib.contextmanager

@@ -22,12 +22,13 @@ from lightning_faulttolerant.loader.objects import AN_ITERATOR, lost_in_loaders,
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.decoding import Decoder
 from lightning_faulttolerant.state.objects.encoding import Encoder
-from lightning_faulttolerant.state.objects.graph import Graph, differing, hooks_inside, is_at
+from lightning_faulttolerant.state.objects.graph import Graph, is_at
 from lightning_faulttolerant.state.objects.kinds import is_loader_iterator
 from lightning_faulttolerant.state.objects.leaves import CantCarryError, unpickled
 from lightning_faulttolerant.state.objects.object_state import ObjectState, is_no_data
 from lightning_faulttolerant.state.objects.saved import LOST, NODES, TABLE, contents_of, without_parts
 from lightning_faulttolerant.state.packing import digests_of
+from lightning_faulttolerant.state.process_settings import process_settings
 from lightning_faulttolerant.state.reachable import is_global, is_librarys, names_in_code
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.identity.compat import loaders_by_place
@@ -45,19 +46,16 @@ _log = logging.getLogger(__name__)
 
 
 class Structure:
-    """The modules inside a module, and the hooks on them, when the fit began.
+    """The modules inside a module when the fit began.
 
     Args:
         module: The module that is trained.
-        hooks: The hooks that the sanity check has registered or removed, by path, as they were before; ``None`` for
-            one that was not there.
     """
 
-    def __init__(self, module: nn.Module, hooks: Mapping[str, object]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._modules = _modules_of(module)
         self._ids = {id(one) for one in self._modules.values()}
-        self._hooks = {**hooks_inside(module), **hooks}
 
     def lost(self) -> dict[str, str]:
         """Return the parts that a new process would not create again, by path, with the reason."""
@@ -71,8 +69,7 @@ class Structure:
                 "layers that have changed places: they would get each other's optimizer states. Leave them in place, "
                 "and let forward choose between them"
             )
-        reason = "a hook that training has registered or removed; register it in on_fit_start, and let it stay"
-        return found | dict.fromkeys(sorted(differing(self._hooks, hooks_inside(self._module))), reason)
+        return found
 
 
 def _modules_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -120,7 +117,6 @@ class _SanityCheck:
         made: The objects that it has created.
         opaque: Those that it has created and that a checkpoint can't carry: handles, files.
         of_loaders: Those of `made` that the loaders' hooks have created, during the check.
-        hooks: The hooks on modules before the check, and after it those that it has changed.
     """
 
     before: ObjectState | None = None
@@ -128,7 +124,6 @@ class _SanityCheck:
     made: list[object] = field(default_factory=list)
     opaque: list[object] = field(default_factory=list)
     of_loaders: list[object] = field(default_factory=list)
-    hooks: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +177,7 @@ class Objects:
         """Lines for the report of a resume, besides the missing parts."""
         self.keeps_bytes = False
         """Whether autosaves may hold objects as bytes that only their library can read."""
+        self._settings: Mapping[str, object] = {}
         self._sanity_check = _SanityCheck()
         self.started: StartValues | None = None
         """What the hooks at the start of the fit are compared with."""
@@ -200,8 +196,7 @@ class Objects:
     def before_sanity_check(self) -> None:
         """Note the state before the sanity check, which a resumed run does not repeat."""
         if not self._manual:
-            hooks = hooks_inside(self._roots.module)
-            self._sanity_check = _SanityCheck(before=self._state_of(self._roots.all), hooks=hooks)
+            self._sanity_check.before = self._state_of(self._roots.all)
 
     def set_up_loaders(self, set_up: Callable[[], None]) -> None:
         """Set up loaders. Each process creates again the data that their hooks create before the sanity check ends."""
@@ -221,9 +216,7 @@ class Objects:
             data = {id(one) for one in self._sanity_check.of_loaders if not is_no_data(one)}
             made, opaque = before.not_known(self._roots.all())
             made = [one for one in made if id(one) not in data]
-            then = self._sanity_check.hooks
-            hooks = {path: then.get(path) for path in differing(then, hooks_inside(self._roots.module))}
-            self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque, hooks=hooks)
+            self._sanity_check = _SanityCheck(changed=before.changed, made=made, opaque=opaque)
 
     def begin(self) -> ObjectState:
         """Take the baseline, once: from here on training changes the objects. Return what compares with it.
@@ -235,13 +228,14 @@ class Objects:
             return self._baseline.state
         state = self._state_of(lambda: {**self._of_loaders(), **self._roots.all()})
         module = self._roots.module
-        structure = None if self._manual else Structure(module, self._sanity_check.hooks)
+        structure = None if self._manual else Structure(module)
         lost = lost_by_callbacks(module, self._roots.callbacks) if function_of(module.trainer) == FIT else {}
         callbacks = [*compat.callbacks(module.trainer)]
         self._baseline = _Baseline(state=state, structure=structure, lost=lost, callbacks=callbacks)
         state.carry(self._sanity_check.changed, without=self._sanity_check.opaque)
         state.forget(self._sanity_check.made)
         self._sanity_check = _SanityCheck()
+        self._settings = {} if self._manual else process_settings()
         state.carry_copies((*module.parameters(), *module.buffers()), replaced=not module.trainer.is_global_zero)
         if self.started is not None:
             self._set_at_start = self.started.carry(state, self._roots.rules)
@@ -255,6 +249,11 @@ class Objects:
             )
             self._loaders.exactness.refuse(f"{reason} {remedy}")
         return state
+
+    def changed_settings(self) -> dict[str, object]:
+        """Return the settings of the process that training has changed."""
+        now, then = process_settings(), self._settings
+        return {name: now[name] for name in then.keys() & now.keys() if now[name] != then[name]}
 
     def state_dict(self, where: str, places: Mapping[str, object], *, strict: bool = False) -> dict[str, Any]:
         """Return the changes since the baseline, and those among them that can't be carried.

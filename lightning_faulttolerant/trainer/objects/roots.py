@@ -19,9 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_faulttolerant.loader.exactness import REPLAYED, has_own_class, names_of_others
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
-from lightning_faulttolerant.state.objects.graph import global_hooks
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_optimizer
-from lightning_faulttolerant.state.objects.settings import Settings
 from lightning_faulttolerant.state.objects.walk import Detached, Rules, users_namespaces
 from lightning_faulttolerant.state.reachable import is_librarys, names_in_code, names_in_libraries, once_per_kind
 from lightning_faulttolerant.trainer import compat
@@ -84,10 +82,8 @@ class Roots:
             "trainer's own": Namespace(owner=trainer),
             FIT_LOOP: Namespace(owner=trainer.fit_loop, names=_OF_FIT_LOOP),
             **_known_stores(),
-            **global_hooks(),
         }
-        namespaces = users_namespaces(roots)
-        return {**roots, "process": Namespace(owner=Settings(namespaces)), **namespaces}
+        return {**roots, **users_namespaces(roots)}
 
 
 def _own_keys_of_groups(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Namespace]:

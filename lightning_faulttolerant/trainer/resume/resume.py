@@ -18,6 +18,7 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.records.runs import Parent, parent_from
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.state.objects.saved import filled_in
+from lightning_faulttolerant.state.process_settings import set_process_settings
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import (
     continue_bar_at,
@@ -32,7 +33,7 @@ from lightning_faulttolerant.trainer.log import tell_resumed
 from lightning_faulttolerant.trainer.objects.objects import SPLITS, refuse_lost
 from lightning_faulttolerant.trainer.objects.splits import Splits
 from lightning_faulttolerant.trainer.position import FINISHED, REMEDY_OF_CUT, TrainerPosition, load_into_loops, place_of
-from lightning_faulttolerant.trainer.process import OBJECTS
+from lightning_faulttolerant.trainer.process import OBJECTS, SETTINGS
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
@@ -110,6 +111,7 @@ class Resume:
         self._options = options
         self._choice = choice.with_checkpoint(None)
         self._began = time.monotonic()
+        self._surroundings = surroundings(trainer)  # what training has set is restored later
         self._differences = _Differences(
             ranks=ranks,
             all=Comparison(self._path, strict=options.strict, is_elastic=options.elastic, accepted=options.accepted),
@@ -292,6 +294,7 @@ class Resume:
         self._differences.all.take_drawn(lost)
         self.notes += notes
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
+        set_process_settings(self._content.state.get(SETTINGS, {}))  # workers inherit them
         self._loaders.resume_from(self._content.state.get("loaders", {}))
         if "files" in self._content.state:
             self._files.resume_checkpoints(self._content.state["files"], self._path)
@@ -459,7 +462,7 @@ class Resume:
             own = self._differences.all.not_exact
             own[:], without = of_all(self._differences.ranks, own, without)
         saved = self.owed("surroundings")
-        changed = list(map(str, differences(saved, surroundings(self._trainer)))) if saved else []
+        changed = list(map(str, differences(saved, self._surroundings))) if saved else []
         parent = None if self._differences.of_settings is None else self.parent
         branched = () if parent is None else tuple(f"changed on this branch: {line}" for line in parent.changed)
         self.show(f"the arithmetic may differ in the last bits: {line}" for line in changed)

@@ -52,7 +52,8 @@ def take_capture(run: RunState, position: TrainerPosition) -> Capture:
     """Return the state of this instant that a later dump by Lightning would no longer have."""
     trainer = run.trainer
     parts = [part for part in lightnings(trainer, run.schedulers) if part.is_captured]
-    instead: Any = {part.name: copy.deepcopy(part.read()) for part in parts}
+    held = {id(one): one for one in (trainer, trainer.lightning_module)}  # a callback may return its `log`
+    instead: Any = {part.name: copy.deepcopy(part.read(), {**held}) for part in parts}
     instead["param_groups"] = [copied_groups(optimizer) for optimizer in trainer.optimizers]
     instead["buffers"] = buffers_state(trainer.lightning_module)
     instead["extra"] = extra_state(trainer.lightning_module)

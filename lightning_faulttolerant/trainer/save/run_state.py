@@ -19,6 +19,7 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.objects.saved import LOST
 from lightning_faulttolerant.state.objects.walk import users_variables
+from lightning_faulttolerant.state.process_settings import process_settings, set_process_settings
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
     buffers_of,
@@ -61,7 +62,7 @@ from lightning_faulttolerant.trainer.position import (
     TrainerPosition,
     function_of,
 )
-from lightning_faulttolerant.trainer.process import OBJECTS, Registered, is_manual
+from lightning_faulttolerant.trainer.process import OBJECTS, SETTINGS, Registered, is_manual
 from lightning_faulttolerant.trainer.ranks.compat import has_shards
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -368,6 +369,16 @@ PARTS = (
         _load_objects,
         compare=lambda run, at, saved: run.objects.compared(saved),
         remarks=_lost,
+    ),
+    Part(
+        SETTINGS,
+        "settings of the process",
+        lambda run, at: run.objects.changed_settings(),
+        lambda _, changed: set_process_settings(changed),
+        compare=lambda run, at, saved: (
+            saved,
+            {name: one for name, one in process_settings().items() if name in saved},
+        ),
     ),
     Part(
         "files",

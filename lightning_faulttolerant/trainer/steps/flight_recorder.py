@@ -58,7 +58,7 @@ class StepDump:
         self._place: StepPlace | None = None
         self._known: dict[str, Any] = {}
         # Noted before the step, too: an exception in it must not lose it.
-        WholeSteps(trainer, loaders, keep=_copied, begun=self._note, done=self._note).take_seams(patches)
+        WholeSteps(trainer, loaders, keep=self._keep, begun=self._note, done=self._note).take_seams(patches)
         patches.around(trainer.strategy, "backward", self._around_backward)
 
     def begin(self, place: StepPlace) -> None:
@@ -96,6 +96,9 @@ class StepDump:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             _log.warning("The batch can't be pickled, and is left out of %s.pt: %s", path, error)
             torch.save({**step, **kept, "fetched": None, "generators": tensors}, f"{path}.pt")
+
+    def _keep(self, batch: object) -> object:
+        return None if self._place is None else _copied(batch)
 
     def _note(self, step: WholeStep) -> None:
         if self._place is None or not step.is_training:

@@ -166,6 +166,7 @@ class Repetition:
         def step(*args: Any, **kwargs: object) -> object:
             content = self._moved if is_moved else sampled_digest(args[0])  # the step may change it
             output = original(*args, **kwargs)
+            # `order` runs always: what loaders have yielded for a step that is left out is not of the next one.
             number, batch, loader, indices = total.ready, current.ready, 0, order()
             # Some optimizers call the step again.
             is_left_out = number == self._noted if is_training else state.stage is RunningStage.SANITY_CHECKING
@@ -195,11 +196,11 @@ class Repetition:
 
     def _note(self, place: tuple[int, ...], output: object, logged: int) -> None:
         returned = [output] if isinstance(output, Tensor) else _tensors(output) or self._weight(place[0] + place[3])
-        if self._is_moved:
-            self._pending.append((*_on_the_way(returned), place, logged))
-            self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
-        else:
+        if not self._is_moved or all(one.is_cpu for one in returned):
             self._end((*place, sampled_digest(returned), logged))
+            return
+        self._pending.append((*_on_the_way(returned), place, logged))
+        self.read_arrived(wait=len(self._pending) > _MAX_PENDING)
 
     def _weight(self, number: int) -> list[Tensor]:
         """Return the beginning of a weight, of another one each time: a step that returns no tensor may train it."""
