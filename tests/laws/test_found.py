@@ -179,6 +179,21 @@ class Sets(Net):
         raise NotImplementedError
 
 
+class KeepsGraph(Net):
+    """Keeps its loss, with what it was computed from."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.last = super().loss(batch)
+        return self.last
+
+
+class ReturnsAttributes(Callback):
+    """Returns all of its attributes as its state: Lightning has set ``log``, a method of the module, among them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
 class OfSetting(Dataset[Tensor]):
     """Returns what the default dtype makes of its rows."""
 
@@ -225,6 +240,7 @@ FOUND: dict[str, Callable[[], Row]] = {
     "a weak dictionary": lambda: Row(name="weak", module=Weak),
     "a file that importlib has loaded": lambda: Row(name="configured", module=Configured),
     "an enum, a view, and a pattern": lambda: Row(name="phased", module=Phased),
+    "a state with a method of the module": lambda: Row(name="keeps", module=KeepsGraph, callbacks=ReturnsAttributes),
     "the default dtype of workers": lambda: Row(
         name="of workers", module=SetsAfterEpoch, train=lambda: DataLoader(OfSetting(), batch_size=4, num_workers=1)
     ),
