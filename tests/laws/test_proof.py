@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import errno
 import importlib
 import os
@@ -30,6 +31,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
+from lightning_faulttolerant.state import process_settings
 from lightning_faulttolerant.trainer.save.run_state import PARTS
 from tests.damage import cut_file
 from tests.laws.cuts import Cut
@@ -43,7 +45,10 @@ Break = Callable[[], object]
 
 
 class TwoSchedulers(Net):
-    """Has a scheduler that looks at the loss, too."""
+    """Has a scheduler that looks at the loss, too, and changes a setting of the process."""
+
+    def on_train_epoch_end(self) -> None:
+        decimal.getcontext().prec = 5
 
     def configure_optimizers(self) -> Any:
         found = super().configure_optimizers()
@@ -102,6 +107,10 @@ BREAKS: dict[str, tuple[Break, str]] = {
 for part in [one for one in PARTS if one.read and one.load and one.is_read_back and one.name != "weights"]:
     unread = lambda part=part: object.__setattr__(part, "load", lambda *_: [])  # noqa: E731
     BREAKS[f"part {part.name}"] = (unread, rf"(  - |NOT EXACT ){part.name}\.")
+# They are also restored before workers begin.
+SETTERS: Any = process_settings._SETTINGS
+no_setters = lambda: SETTERS.update({name: (read, lambda _: None) for name, (read, _) in SETTERS.items()})  # noqa: E731
+BREAKS["part settings"] = no_setters, BREAKS["part settings"][1]
 
 
 @pytest.mark.parametrize("name", BREAKS)
