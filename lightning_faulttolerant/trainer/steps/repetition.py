@@ -179,10 +179,11 @@ class Repetition:
                 loader = args[2] if len(args) > _NUM_ARGUMENTS else 0
             logged, self._logged = self._logged, 0
             place = (number, epochs.completed, batch, self._evaluated, loader, process, indices, content)
-            if is_moved or self.known or self._is_refused or not isinstance(output, Tensor):
+            loss = output.get("loss") if type(output) is dict else output
+            if is_moved or self.known or self._is_refused or not isinstance(loss, Tensor):
                 self._note(place, output, logged)
             else:
-                write(*place, sampled_digest(output), logged)
+                write(*place, sampled_digest(loss), logged)
             return output
 
         return step
