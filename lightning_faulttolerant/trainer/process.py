@@ -22,7 +22,7 @@ Registered = tuple[Callable[[], object], Callable[[object], object]]
 """The functions that return a state, and that restore it."""
 
 OBJECTS, SETTINGS = "objects", "settings"
-"""The part of the state that holds the user's own objects."""
+"""The parts of the state with the user's own objects, and with the settings of the process."""
 
 IMPORTED_AT = time.time()
 """When the callback was imported, seconds since 1970."""

@@ -31,6 +31,7 @@ from lightning_faulttolerant.trainer.steps.digests import (
     exact,
     exact_metrics,
     learning_rates,
+    loss_of,
     optimizers_digest,
     weights_digest,
 )
@@ -68,11 +69,10 @@ def batch_event(trainer: Trainer, batch: object, batch_idx: int) -> dict[str, ob
 
 def step_event(trainer: Trainer, outputs: object, batch: object, batch_idx: int) -> dict[str, object]:
     """Return the loss of a step, and the learning rates after it."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     rates = learning_rates(trainer)
     fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
     place = {"epoch": trainer.current_epoch, "batch": batch_idx}
-    return {**place, "loss": exact(loss), "learning_rates": rates, **fetched}
+    return {**place, "loss": exact(loss_of(outputs)), "learning_rates": rates, **fetched}
 
 
 def shown_metrics(trainer: Trainer) -> dict[str, object]:

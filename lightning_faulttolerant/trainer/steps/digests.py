@@ -32,6 +32,11 @@ def exact(value: Any) -> object:
     return digest(value)
 
 
+def loss_of(output: object) -> object:
+    """Return the loss in what a training step returned; ``None`` if there is none."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
 def exact_metrics(metrics: object) -> dict[str, object]:
     """Return metrics in a form that JSON can hold, including those that a user has passed to a custom logger."""
     if not isinstance(metrics, Mapping):

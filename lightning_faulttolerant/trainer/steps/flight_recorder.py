@@ -32,7 +32,7 @@ from lightning_faulttolerant.state.tensors import shard_of
 from lightning_faulttolerant.trainer.compat import fetches_ahead, num_completed, num_completed_in_all
 from lightning_faulttolerant.trainer.loaders.loaders import Loaders
 from lightning_faulttolerant.trainer.patches import Method, Patches
-from lightning_faulttolerant.trainer.steps.digests import digest
+from lightning_faulttolerant.trainer.steps.digests import digest, loss_of
 from lightning_faulttolerant.trainer.steps.followed import WholeStep, WholeSteps
 from lightning_faulttolerant.trainer.steps.incident_writer import IncidentWriter
 
@@ -103,8 +103,7 @@ class StepDump:
     def _note(self, step: WholeStep) -> None:
         if self._place is None or not step.is_training:
             return
-        fetched, indices = step.batches, step.indices
-        loss = step.output.get("loss") if isinstance(step.output, Mapping) else step.output
+        fetched, indices, loss = step.batches, step.indices, loss_of(step.output)
         self._known |= {
             "fetched": fetched[0] if len(fetched) == 1 else list(fetched),
             "indices": None if indices is None else {place: _listed(each) for place, each in indices.items()},
@@ -236,7 +235,7 @@ class StepSeams:
     def _around_step(self, original: Method, *args: object, **kwargs: object) -> object:
         seen = self._seen = SeenStep()
         output = original(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = loss_of(output)
         if isinstance(loss, torch.Tensor):
             seen.loss = loss.detach()
         self._after_step(seen)

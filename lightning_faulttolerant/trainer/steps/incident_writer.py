@@ -107,32 +107,32 @@ class StatesOnDisk:
 
         Args:
             step: What is gathered.
-            value: The position, the state, times that only an autosave needs, and why the run is not exact.
+            value: The position, the state, times that only an autosave needs, and what this rank says of the run.
 
         Raises:
             RanksLostError: On rank 0, if one does not come in time.
             CheckpointError: If the state holds an object that ``weights_only=True`` would refuse.
         """
-        position, state, _, not_exact = value
+        position, state, _, said = value
         if self.rank == 0:
             deadline = time.monotonic() + WAIT_SECONDS
             others = [self._state_of(rank, deadline) for rank in range(1, self.num_ranks)]
-            return [(position, state, None, not_exact), *others]
+            return [(position, state, None, said), *others]
         if not isinstance(state, StateBytes):
             raise CheckpointError("the state of this rank holds an object that torch.load refuses")
-        header = {"token": self._token, "crc32": state.crc32, "position": asdict(position), "not_exact": not_exact}
+        header = {"token": self._token, "crc32": state.crc32, "position": asdict(position), "said": said}
         with self._store.writer(self._file_of(self.rank)) as file:
             file.write(json.dumps(header).encode() + b"\n" + state.data)
         return None
 
-    def _state_of(self, rank: int, deadline: float) -> tuple[TrainerPosition, StateBytes, None, list[str]]:
+    def _state_of(self, rank: int, deadline: float) -> tuple[TrainerPosition, StateBytes, None, object]:
         path = self._store.path(self._file_of(rank))
         while time.monotonic() < deadline:
             with suppress(FileNotFoundError, ValueError, KeyError), open_file(path) as file:
                 header, data = parse_json(file.readline()), file.read()
                 if header["token"] == self._token:
                     state = StateBytes(data, header["crc32"])
-                    return TrainerPosition(**header["position"]), state, None, header["not_exact"]
+                    return TrainerPosition(**header["position"]), state, None, header["said"]
             time.sleep(_POLL_SECONDS)
         raise RanksLostError(f"the state of rank {rank} did not come within {WAIT_SECONDS:g} seconds")
 

@@ -30,6 +30,7 @@ from lightning_faulttolerant.trainer.steps.digests import (
     exact,
     exact_metrics,
     learning_rates,
+    loss_of,
     optimizers_digest,
     weights_digest,
 )
@@ -268,9 +269,10 @@ class FitLedger:
         if self._step is not None:
             step, self._step = self._step, None
             order = _one_of([f"{one:08x}" for one in step.orders]) if step.orders and all(step.orders) else None
-            loss = step.output.get("loss") if isinstance(step.output, Mapping) else step.output
             rates = learning_rates(self._trainer)
-            self._write(kinds.BATCH, **self._known_of(step), order=order, loss=exact(loss), learning_rates=rates)
+            self._write(
+                kinds.BATCH, **self._known_of(step), order=order, loss=exact(loss_of(step.output)), learning_rates=rates
+            )
         return outcome
 
     def _note_step(self, step: WholeStep) -> None:
